@@ -1,0 +1,1 @@
+"""Triton kernels, shipped as `stitch.kernels`; importing this package does not import triton."""

@@ -1,0 +1,1 @@
+"""The gate between requests and activation on one replica."""

@@ -1,0 +1,55 @@
+"""The `stitch` command: parses arguments and hands over to one module per subcommand.
+
+Exit codes: 0 done; 1 the data or the outcome is at fault; 2 usage or environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from typing import Final
+
+from stitch import __version__
+from stitch.errors import StitchError
+
+__all__ = ["main"]
+
+# subcommand -> (module, one-line help); modules load only when their command runs
+COMMANDS: Final = {
+    "demo": ("stitch.commands.demo", "run a small asynchronous RL job with replicas that die and join"),
+    "materialize": ("stitch.commands.materialize", "rebuild one version from a base and its updates"),
+    "bootstrap": ("stitch.commands.bootstrap", "materialize the newest eligible version from a store"),
+    "replica": ("stitch.commands.replica", "run one replica: sidecar, reconciler and engine"),
+    "gateway": ("stitch.commands.gateway", "run the pool's front door"),
+    "status": ("stitch.commands.status", "show a store, and the replicas behind a gateway"),
+    "store": ("stitch.commands.store", "inspect a store: show, verify"),
+    "init-model": ("stitch.commands.init_model", "write a tiny random model checkpoint"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line. Returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="stitch", description="The versioned control plane for disaggregated RL."
+    )
+    parser.add_argument("--version", action="version", version=f"stitch {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((a for a in arguments if not a.startswith("-")), None)
+    for name, (module, summary) in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary)
+        if name == chosen:
+            importlib.import_module(module).configure(sub)
+    options = parser.parse_args(arguments)
+    try:
+        return int(importlib.import_module(COMMANDS[options.command][0]).run(options))
+    except StitchError as error:
+        print(f"stitch {options.command}: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
