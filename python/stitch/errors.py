@@ -135,7 +135,7 @@ class EngineUnavailable(Unavailable):
 
 
 class CorruptData(StitchError):
-    """Bad checksum, broken lineage, truncation; old weights keep serving, a new publication heals."""
+    """Bad checksum, broken lineage, truncation; old weights serve on, a new publication heals."""
 
     code = "CorruptData"
 

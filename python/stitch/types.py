@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from stitch.errors import Conflict, CorruptData, InvalidInput
@@ -40,14 +40,14 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _VERSION_NAME = re.compile(r"weight_v([0-9]{6,16})")
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What a publication stores."""
 
     ANCHOR = "anchor"
     DELTA = "delta"
 
 
-class ActivationMode(str, Enum):
+class ActivationMode(StrEnum):
     """How an activation treats requests in flight (docs/architecture.md, Activation)."""
 
     RECOMPUTE = "recompute"
@@ -55,7 +55,7 @@ class ActivationMode(str, Enum):
     QUIESCE = "quiesce"
 
 
-class ReplicaState(str, Enum):
+class ReplicaState(StrEnum):
     """The one state of a replica."""
 
     BOOTING = "BOOTING"
@@ -66,7 +66,7 @@ class ReplicaState(str, Enum):
     FAILED = "FAILED"
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     """What the reconciler is doing now."""
 
     IDLE = "IDLE"
@@ -75,7 +75,7 @@ class Phase(str, Enum):
     ACTIVATING = "ACTIVATING"
 
 
-class GateState(str, Enum):
+class GateState(StrEnum):
     """The admission gate's state."""
 
     OPEN = "OPEN"
@@ -83,7 +83,7 @@ class GateState(str, Enum):
     CLOSED = "CLOSED"
 
 
-class Prefix(str, Enum):
+class Prefix(StrEnum):
     """Which weights made the key/value state that a span's tokens attended to."""
 
     EXACT = "exact"
@@ -155,13 +155,14 @@ def decide_pointer_move(current: Ref | None, proposed: Ref) -> None:
 
     Raises: Conflict on a rewind (equal or lower version of the same run).
     """
-    if current is not None and current.run_id == proposed.run_id:
-        if proposed.version <= current.version:
-            raise Conflict(
-                f"the pointer is at {current}; moving it to {proposed} would be a rewind",
-                found=str(current),
-                proposed=str(proposed),
-            )
+    if current is None or current.run_id != proposed.run_id:
+        return
+    if proposed.version <= current.version:
+        raise Conflict(
+            f"the pointer is at {current}; moving it to {proposed} would be a rewind",
+            found=str(current),
+            proposed=str(proposed),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ def lag(versions: int, *, run_id: str | None = None) -> Constraint:
     return Constraint(max_lag=versions, run_id=run_id)
 
 
-class Unmet(str, Enum):
+class Unmet(StrEnum):
     """Why a constraint is not met here: the `reason` of a 409."""
 
     BEHIND = "behind"
@@ -234,10 +235,9 @@ def check_constraint(
         return Unmet.BEHIND if served.version < constraint.exact_version else Unmet.PASSED
     if constraint.min_version is not None and served.version < constraint.min_version:
         return Unmet.BEHIND
-    if constraint.max_lag is not None and latest is not None and latest.run_id == served.run_id:
-        if served.version < latest.version - constraint.max_lag:
-            return Unmet.BEHIND
-    return None
+    if constraint.max_lag is None or latest is None or latest.run_id != served.run_id:
+        return None
+    return Unmet.BEHIND if served.version < latest.version - constraint.max_lag else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 from stitch.types import ActivationMode, Label, Span
@@ -33,7 +33,7 @@ __all__ = [
 RANK_PROTOCOL = 1
 
 
-class Health(str, Enum):
+class Health(StrEnum):
     """What a probe found."""
 
     HEALTHY = "healthy"
@@ -41,7 +41,7 @@ class Health(str, Enum):
     UNREACHABLE = "unreachable"
 
 
-class RouteKind(str, Enum):
+class RouteKind(StrEnum):
     """How the sidecar treats a route of the engine. Anything unlisted is blocked."""
 
     SAMPLING = "sampling"

@@ -1,4 +1,4 @@
-"""The stored documents: manifest and run record. Field meanings are in `docs/publication-format.md`.
+"""The stored documents: manifest and run record, explained in `docs/publication-format.md`.
 
 Our own writers emit exactly these fields. Readers refuse an unknown format major and ignore
 unknown fields of a known one.
@@ -126,7 +126,8 @@ class RunRecord(_Document):
     writer: str
     # Where this run's versions lie, relative to the root, without a trailing slash.
     updates_dir: Annotated[
-        str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$")
+        str,
+        StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$"),
     ]
 
 

@@ -33,7 +33,10 @@ class Pool(Protocol):
         ...
 
     async def wake(self) -> int:
-        """Nudge every member to reconcile; a lossy hint. Returns how many answered. Never raises."""
+        """Nudge every member to reconcile; a lossy hint. Returns how many answered.
+
+        Never raises.
+        """
         ...
 
     async def scale(self, replicas: int) -> None:

@@ -1,4 +1,4 @@
-"""The Store protocol: the one mutable pointer, create-only objects, sealed version directories, leases.
+"""The Store protocol: one mutable pointer, create-only objects, sealed versions, leases.
 
 Keys are relative POSIX paths under the store's root (`docs/publication-format.md` has the
 layout). Every method is safe to repeat unless it says otherwise. A store never interprets
