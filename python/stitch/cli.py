@@ -17,9 +17,18 @@ __all__ = ["main"]
 
 # subcommand -> (module, one-line help); modules load only when their command runs
 COMMANDS: Final = {
-    "demo": ("stitch.commands.demo", "run a small asynchronous RL job with replicas that die and join"),
-    "materialize": ("stitch.commands.materialize", "rebuild one version from a base and its updates"),
-    "bootstrap": ("stitch.commands.bootstrap", "materialize the newest eligible version from a store"),
+    "demo": (
+        "stitch.commands.demo",
+        "run a small asynchronous RL job with replicas that die and join",
+    ),
+    "materialize": (
+        "stitch.commands.materialize",
+        "rebuild one version from a base and its updates",
+    ),
+    "bootstrap": (
+        "stitch.commands.bootstrap",
+        "materialize the newest eligible version from a store",
+    ),
     "replica": ("stitch.commands.replica", "run one replica: sidecar, reconciler and engine"),
     "gateway": ("stitch.commands.gateway", "run the pool's front door"),
     "status": ("stitch.commands.status", "show a store, and the replicas behind a gateway"),
