@@ -1,4 +1,4 @@
-"""The demo's HTML report, rendered by a real browser: self-contained, complete, no script errors."""
+"""The demo's HTML report in a real browser: self-contained, complete, no script errors."""
 
 from __future__ import annotations
 
