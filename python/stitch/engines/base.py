@@ -113,6 +113,15 @@ class RankOrder:
     incarnation, ignores attempts older than the newest it saw (reply code `stale`), and
     answers a repeat of the step it is at without acting again.
 
+    Rules: any order of a higher attempt forgets an older attempt's stage. Within an attempt
+    the way is stage → commit → undo: commit needs that attempt's stage, and once undone or
+    discarded an attempt cannot be committed (`refused`), so a late order does no harm.
+    verify with scope="full", label, state and discard need no stage. The first order a rank
+    ever gets binds its incarnation; afterwards only `discard` of an incarnation never seen
+    takes the rank over: stage forgotten, label unknown, the former incarnation refused for
+    ever. `code` is `refused` for a wrong incarnation or step, `stale` for an old attempt,
+    `mismatch` for tensors that do not fit the live storages, `failed` for all else.
+
     op:
         stage    map and check `tensors` (names, dtypes, shapes against live storages), and
                  keep `undo_tensors` (the same names with the bytes now served). Live weights
