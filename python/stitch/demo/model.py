@@ -1,0 +1,106 @@
+"""The demo's policy network: a Llama of about two million parameters, made and kept locally.
+
+Checkpoints are bf16; every forward pass, in engine, learner and label check alike, computes in
+fp32 on the exact widening, so log-probabilities agree to rounding noise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stitch.demo import task
+
+__all__ = ["load_model", "load_tensors", "make_checkpoint", "output_logprobs"]
+
+
+def make_checkpoint(directory: Path, *, seed: int) -> None:
+    """Write a randomly initialised bf16 checkpoint, with config and tokenizer, to `directory`."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(task.VOCABULARY),
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        bos_token_id=task.BOS,
+        eos_token_id=task.EOS,
+        pad_token_id=task.PAD,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    _write_tokenizer(directory)
+
+
+def load_model(directory: Path) -> LlamaForCausalLM:
+    """The checkpoint in fp32, in evaluation mode (the network has no dropout)."""
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model.eval()
+
+
+def load_tensors(model: LlamaForCausalLM, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Overwrite parameters by name with the widening of `tensors`. Every name must exist."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
+
+
+def output_logprobs(
+    model: LlamaForCausalLM, prompts: torch.Tensor, outputs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of `outputs` after `prompts`, and each position's whole distribution.
+
+    Args: ids `(batch, prompt)` and `(batch, output)`, int64.
+    Returns: `(batch, output)` and `(batch, output, vocabulary)`, fp32, in log space.
+    """
+    count = outputs.shape[1]
+    ids = torch.cat([prompts, outputs[:, :-1]], dim=1)
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=count).logits
+    every = logits.float().log_softmax(dim=-1)
+    return every.gather(2, outputs.unsqueeze(-1)).squeeze(-1), every
+
+
+def _write_tokenizer(directory: Path) -> None:
+    vocabulary = {text: number for number, text in enumerate(task.VOCABULARY)}
+    special = [
+        {
+            "id": vocabulary[text],
+            "content": text,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for text in ("<bos>", "<sep>", "<eos>", "<pad>")
+    ]
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated",
+                          "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<x>"},
+    }  # fmt: skip
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    facts = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<x>",
+        "model_max_length": 128,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(facts))
