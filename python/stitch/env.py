@@ -15,6 +15,7 @@ import os
 import random
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -114,6 +115,22 @@ class Files(Protocol):
     def exists(self, path: Path) -> bool: ...
     def lock(self, path: Path) -> AbstractContextManager[None]:
         """Exclusive lock between processes (and threads) on a lock file, created if absent."""
+        ...
+
+    def try_lock(self, path: Path, *, shared: bool = False) -> Callable[[], None] | None:
+        """Lock a directory, or a lock file that is created if absent, without waiting.
+
+        Returns: a call that releases the lock, or None if somebody's lock is in the way. The
+        lock also ends with its process.
+        """
+        ...
+
+    def fingerprint(self, path: Path) -> str | None:
+        """Opaque identity of a regular file's present contents, None if absent."""
+        ...
+
+    def resolve(self, path: Path) -> Path:
+        """The path with every symbolic link followed; a missing tail is kept as it is."""
         ...
 
 
@@ -251,6 +268,31 @@ class OsFiles:
             yield
         finally:
             os.close(descriptor)
+
+    def try_lock(self, path: Path, *, shared: bool = False) -> Callable[[], None] | None:
+        flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return lambda: os.close(descriptor)
+
+    def fingerprint(self, path: Path) -> str | None:
+        try:
+            found = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        return f"{found.st_dev:x}-{found.st_ino:x}-{found.st_size:x}-{found.st_mtime_ns:x}"
+
+    def resolve(self, path: Path) -> Path:
+        return path.resolve()
 
 
 class ThreadOffload:

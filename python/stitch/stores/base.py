@@ -172,7 +172,11 @@ class Store(Protocol):
         ...
 
     async def begin(self, prefix: str, *, attempt: str) -> Staging:
-        """Start an attempt at the version directory `prefix`; `attempt` is a fresh nonce."""
+        """Start an attempt at the version directory `prefix`; `attempt` is a fresh nonce.
+
+        Processes that begin the same attempt write into one staging; one of them seals it.
+        Leftovers of attempts whose processes died are removed here.
+        """
         ...
 
     def local_path(self, key: str) -> Path | None:
