@@ -181,8 +181,8 @@ py::tuple py_apply(const py::object& blob, const py::object& base, const py::obj
   const OutputView target(out, "out");
   const VerifyPlan plan = plan_from(digest, lane_bytes);
   const Kernels& table = kernels();
-  const Verified verified = value_or_raise(unlocked(
-      [&] { return kApply(table, payload.span(), source.span(), target.span(), plan); }));
+  const Verified verified = value_or_raise(
+      unlocked([&] { return kApply(table, payload.span(), source.span(), target.span(), plan); }));
   return to_tuple(verified, plan);
 }
 
@@ -192,8 +192,8 @@ py::tuple py_copy_digest(const py::object& source, const py::object& out, const 
   const VerifyPlan plan = plan_from(digest, lane_bytes);
   const Kernels& table = kernels();
   if (out.is_none()) {
-    return to_tuple(value_or_raise(unlocked([&] { return digest_verify(table, view.span(), plan); })),
-                    plan);
+    return to_tuple(
+        value_or_raise(unlocked([&] { return digest_verify(table, view.span(), plan); })), plan);
   }
   const OutputView target(out, "out");
   return to_tuple(value_or_raise(unlocked(
@@ -224,18 +224,18 @@ py::tuple py_parse_header(const py::object& head, std::int64_t file_size) {
 
 std::uint64_t py_header_size(const py::object& first8, std::int64_t file_size) {
   const InputView view(first8, "first8");
-  return value_or_raise(
-      safetensors_header_size(view.span(), non_negative(file_size, "file_size")));
+  return value_or_raise(safetensors_header_size(view.span(), non_negative(file_size, "file_size")));
 }
 
 void bind_checksums(py::module_& module) {
   using namespace py::literals;
   module.attr("ADDITIVE_VERSION") = kAdditiveVersion;
-  module.def("xxh3_128", [](const py::object& data) { return digest_of(data, DigestKind::kXxh3); },
-             "data"_a);
-  module.def("adler32",
-             [](const py::object& data) { return digest_of(data, DigestKind::kAdler32); },
-             "data"_a);
+  module.def(
+      "xxh3_128", [](const py::object& data) { return digest_of(data, DigestKind::kXxh3); },
+      "data"_a);
+  module.def(
+      "adler32", [](const py::object& data) { return digest_of(data, DigestKind::kAdler32); },
+      "data"_a);
   py::class_<PyHasher>(module, "Hasher")
       .def(py::init<const std::string&>(), "kind"_a)
       .def("update", &PyHasher::update, "data"_a)
@@ -269,8 +269,8 @@ void bind_isa(py::module_& module) {
     }
     return names;
   });
-  module.def("set_isa", [](const std::string& name) { raise_if_error(force_kernels(name)); },
-             "name"_a);
+  module.def(
+      "set_isa", [](const std::string& name) { raise_if_error(force_kernels(name)); }, "name"_a);
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace stitch {
 namespace {
 
 constexpr std::uint32_t kFrameMagic = 0xFD2FB528;  // RFC 8878, 3.1.1
-constexpr int kWindowLogFloor = 23;  // 8 MiB: levels up to 19 write no larger window
+constexpr int kWindowLogFloor = 23;                // 8 MiB: levels up to 19 write no larger window
 constexpr int kWindowLogLimit = 27;  // 128 MiB: zstd's own limit for readers, levels up to 22
 constexpr std::size_t kBlockBytesMax = std::size_t{128} << 10;  // RFC 8878, 3.1.1.2.4
 
@@ -71,8 +71,8 @@ Result<std::optional<std::uint64_t>> frame_content_size(std::span<const std::uin
     return std::optional<std::uint64_t>();
   }
   if (claimed > size_max) {
-    return Status::corrupt("zstd frame: claims " + std::to_string(claimed) +
-                           " bytes, at most " + std::to_string(size_max) + " are allowed here");
+    return Status::corrupt("zstd frame: claims " + std::to_string(claimed) + " bytes, at most " +
+                           std::to_string(size_max) + " are allowed here");
   }
   if (claimed > expansion_max(blob.size())) {
     return Status::corrupt("zstd frame: claims " + std::to_string(claimed) + " bytes, more than " +
@@ -97,8 +97,8 @@ Status FrameReader::open(std::span<const std::uint8_t> blob, std::uint64_t size_
     }
   }
   const std::size_t reset = ZSTD_DCtx_reset(context_.get(), ZSTD_reset_session_and_parameters);
-  const std::size_t window = ZSTD_DCtx_setParameter(context_.get(), ZSTD_d_windowLogMax,
-                                                    window_log_max(size_max));
+  const std::size_t window =
+      ZSTD_DCtx_setParameter(context_.get(), ZSTD_d_windowLogMax, window_log_max(size_max));
   if (ZSTD_isError(reset) != 0 || ZSTD_isError(window) != 0) {
     return Status::internal("zstd refused decoder parameters");
   }
@@ -180,14 +180,14 @@ Result<ByteBuffer> decode_frame(std::span<const std::uint8_t> blob, std::uint64_
   if (Status status = reader.open(blob, size_max); !status.ok()) {
     return status;
   }
-  std::size_t capacity = std::min<std::uint64_t>(std::max<std::uint64_t>(size_max, 1),
-                                                 2 * kBlockBytesMax);
+  std::size_t capacity =
+      std::min<std::uint64_t>(std::max<std::uint64_t>(size_max, 1), 2 * kBlockBytesMax);
   while (true) {
     if (Status status = buffer.grow(capacity); !status.ok()) {
       return status;
     }
-    const std::size_t room = static_cast<std::size_t>(
-        std::min<std::uint64_t>(capacity, size_max) - buffer.size());
+    const std::size_t room =
+        static_cast<std::size_t>(std::min<std::uint64_t>(capacity, size_max) - buffer.size());
     const auto count = reader.read({buffer.data() + buffer.size(), room});
     if (!count.ok()) {
       return count.status();
@@ -196,8 +196,8 @@ Result<ByteBuffer> decode_frame(std::span<const std::uint8_t> blob, std::uint64_
     if (count.value() < room || buffer.size() == size_max) {
       break;
     }
-    capacity = static_cast<std::size_t>(
-        std::min<std::uint64_t>(size_max, std::uint64_t{capacity} * 2));
+    capacity =
+        static_cast<std::size_t>(std::min<std::uint64_t>(size_max, std::uint64_t{capacity} * 2));
   }
   if (Status status = reader.finish(); !status.ok()) {
     return status;
@@ -243,8 +243,8 @@ Status FrameWriter::write(std::span<const std::uint8_t> data, bool last) {
       }
     }
     ZSTD_outBuffer target{output_.data(), output_.capacity(), output_.size()};
-    const std::size_t left = ZSTD_compressStream2(context_.get(), &target, &source,
-                                                  last ? ZSTD_e_end : ZSTD_e_continue);
+    const std::size_t left =
+        ZSTD_compressStream2(context_.get(), &target, &source, last ? ZSTD_e_end : ZSTD_e_continue);
     output_.set_size(target.pos);
     if (ZSTD_isError(left) != 0) {
       return Status::internal(std::string("zstd: ") + ZSTD_getErrorName(left));

@@ -9,8 +9,8 @@
 namespace stitch {
 namespace {
 
-constexpr std::uint64_t kHeadBytes = 4;                          // the count
-constexpr std::uint64_t kChangeBytes = 5;                        // u4 position, u1 value
+constexpr std::uint64_t kHeadBytes = 4;                            // the count
+constexpr std::uint64_t kChangeBytes = 5;                          // u4 position, u1 value
 constexpr std::uint64_t kTensorBytesMax = std::uint64_t{1} << 32;  // positions are u4
 
 // The validated payload: `count` positions (unaligned u4) and as many values.
@@ -58,9 +58,8 @@ Result<Changes> parse_changes(std::span<const std::uint8_t> payload, std::size_t
   }
   const std::uint64_t expected = kHeadBytes + kChangeBytes * count;
   if (payload.size() != expected) {
-    return Status::corrupt("overwrite payload has " + std::to_string(payload.size()) +
-                           " bytes, " + std::to_string(count) + " changes need " +
-                           std::to_string(expected));
+    return Status::corrupt("overwrite payload has " + std::to_string(payload.size()) + " bytes, " +
+                           std::to_string(count) + " changes need " + std::to_string(expected));
   }
   const std::uint8_t* const positions = payload.data() + kHeadBytes;
   Changes changes{positions, positions + std::size_t{count} * 4, count, true};

@@ -19,10 +19,10 @@ struct DtypeBits {
 };
 
 constexpr std::array<DtypeBits, 20> kDtypes = {{
-    {"BOOL", 8},    {"F4", 4},      {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"U8", 8},
-    {"I8", 8},      {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"I16", 16},
-    {"U16", 16},    {"F16", 16},    {"BF16", 16},   {"I32", 32},    {"U32", 32},
-    {"F32", 32},    {"C64", 64},    {"F64", 64},    {"I64", 64},    {"U64", 64},
+    {"BOOL", 8}, {"F4", 4},      {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"U8", 8},
+    {"I8", 8},   {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"I16", 16},
+    {"U16", 16}, {"F16", 16},    {"BF16", 16},   {"I32", 32},    {"U32", 32},
+    {"F32", 32}, {"C64", 64},    {"F64", 64},    {"I64", 64},    {"U64", 64},
 }};
 
 Status corrupt_tensor(const TensorEntry& entry, const std::string& reason) {
@@ -65,7 +65,8 @@ Status check_entry(const TensorEntry& entry, std::uint64_t data_size) {
                                      std::to_string(data_size) + " data bytes");
   }
   if (entry.end - entry.begin != bytes.value()) {
-    return corrupt_tensor(entry, "span " + span_text(entry) + " does not fit dtype and shape, which need " +
+    return corrupt_tensor(entry, "span " + span_text(entry) +
+                                     " does not fit dtype and shape, which need " +
                                      std::to_string(bytes.value()) + " bytes");
   }
   return {};
@@ -76,7 +77,8 @@ Status check_tiling(const std::vector<TensorEntry>& entries, std::uint64_t data_
   std::uint64_t next = 0;
   for (const TensorEntry& entry : entries) {
     if (entry.begin < next) {
-      return corrupt_tensor(entry, "span " + span_text(entry) + " overlaps the one before, which ends at " +
+      return corrupt_tensor(entry, "span " + span_text(entry) +
+                                       " overlaps the one before, which ends at " +
                                        std::to_string(next));
     }
     if (entry.begin > next) {
@@ -109,7 +111,8 @@ std::string quote_name(std::string_view text) {
   std::string shown = "'";
   std::size_t length = std::min(text.size(), kShownMax);
   // Never cut a UTF-8 sequence in two.
-  while (length < text.size() && length > 0 && (static_cast<unsigned char>(text[length]) & 0xC0) == 0x80) {
+  while (length < text.size() && length > 0 &&
+         (static_cast<unsigned char>(text[length]) & 0xC0) == 0x80) {
     --length;
   }
   for (const char letter : text.substr(0, length)) {

@@ -27,7 +27,7 @@ struct TensorEntry {
 };
 
 struct SafetensorsHeader {
-  std::vector<TensorEntry> entries;  // in data order
+  std::vector<TensorEntry> entries;                           // in data order
   std::vector<std::pair<std::string, std::string>> metadata;  // in file order
   std::uint64_t data_offset = 0;
 };

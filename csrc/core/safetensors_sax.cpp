@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <exception>
-#include <nlohmann/json.hpp>
 #include <new>
+#include <nlohmann/json.hpp>
 
 namespace stitch {
 namespace {

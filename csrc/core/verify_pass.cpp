@@ -32,8 +32,8 @@ Status check_target(std::span<const std::uint8_t> base, std::span<std::uint8_t> 
   }
   const std::less<const std::uint8_t*> before;
   const std::uint8_t* const out_data = out.data();
-  const bool disjoint = !before(base.data(), out_data + out.size()) ||
-                        !before(out_data, base.data() + base.size());
+  const bool disjoint =
+      !before(base.data(), out_data + out.size()) || !before(out_data, base.data() + base.size());
   if (base.data() != out_data && !disjoint) {
     return Status::invalid_input("out overlaps base; it must be base itself or disjoint from it");
   }

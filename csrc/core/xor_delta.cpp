@@ -42,9 +42,8 @@ Status apply_pieces(const Kernels& kernels, FrameReader& reader, ByteBuffer& scr
       return count.status();
     }
     if (count.value() != wanted) {
-      return Status::corrupt("xor payload decodes to " +
-                             std::to_string(applied + count.value()) + " bytes, the tensor has " +
-                             std::to_string(out.size()));
+      return Status::corrupt("xor payload decodes to " + std::to_string(applied + count.value()) +
+                             " bytes, the tensor has " + std::to_string(out.size()));
     }
     std::uint8_t* const piece = out.data() + applied;
     if (base.data() == out.data()) {

@@ -44,7 +44,7 @@ void xor_in_place(std::uint8_t* base, const std::uint8_t* delta, std::size_t byt
 }
 
 std::uint32_t adler32(std::uint32_t adler, const std::uint8_t* data, std::size_t byte_count) {
-  constexpr std::uint32_t kModulus = 65521;     // largest prime below 2**16
+  constexpr std::uint32_t kModulus = 65521;      // largest prime below 2**16
   constexpr std::size_t kBytesPerReduce = 5552;  // most bytes before 32-bit sums can overflow
   std::uint32_t low = adler & 0xFFFF;
   std::uint32_t high = adler >> 16;
