@@ -1,0 +1,154 @@
+"""Rebuilding one version as a checkpoint on disk, from a base and a folder of publications."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from stitch.env import Env
+from stitch.errors import CorruptData, InvalidInput, Unavailable, Unsupported
+from stitch.format.atomic_directory import atomic_directory
+from stitch.format.checkpoint import Checkpoint
+from stitch.format.checkpoint_writer import CheckpointWriter
+from stitch.format.publication import PublicationReader
+from stitch.format.rebuild import RebuiltTensor, rebuild
+from stitch.types import VERSION_MAX, Kind, Ref, version_name
+
+__all__ = ["MaterializeReport", "materialize", "open_base", "open_chain"]
+
+
+@dataclass(frozen=True, slots=True)
+class MaterializeReport:
+    """What was written: the version, the one it was seeded from (None: the base), and sizes."""
+
+    version: int
+    seed_version: int | None
+    applied: tuple[int, ...]
+    tensors: int
+    changed: int
+    model_digest: str
+    bytes_read: int
+    bytes_written: int
+
+
+def materialize(
+    *,
+    base: Path,
+    updates: Path,
+    version: int,
+    out: Path,
+    env: Env,
+    base_version: int = 0,
+    run_id: str | None = None,
+    threads: int = 2,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> MaterializeReport:
+    """Write version `version` to `out`, complete and durable, or nothing at all.
+
+    Args: base: the checkpoint that counts as `base_version`. updates: holds `weight_vNNNNNN`
+        directories. run_id: the run that Stitch's own publications must be of. on_progress:
+        called with bytes done and in total.
+    Raises: CorruptData, Unsupported: a publication is at fault. NotVisibleYet: one is missing
+        and may still appear. InvalidInput: a bad base, or `out` exists. Unavailable: the disk is
+        full or a file cannot be read or written; `out` and everything else are as before.
+    """
+    if not base_version <= version <= VERSION_MAX:
+        raise InvalidInput(
+            f"version {version} is below the base, which counts as {base_version}", param="version"
+        )
+    try:
+        with contextlib.ExitStack() as stack:
+            held = stack.enter_context(open_base(base))
+            chain = open_chain(updates, version, base_version, run_id, stack)
+            directory = stack.enter_context(atomic_directory(out, env))
+            return _write(held, chain, directory, version, base_version, env, threads, on_progress)
+    except OSError as error:
+        name = f" {error.filename}" if error.filename else ""
+        raise Unavailable(
+            f"cannot write {out}:{name} {error.strerror or error}", errno=error.errno
+        ) from error
+
+
+def open_base(base: Path) -> Checkpoint:
+    """Open the base. Raises: InvalidInput for whatever is wrong with it."""
+    try:
+        return Checkpoint.open(base)
+    except (CorruptData, Unsupported) as error:
+        raise InvalidInput(
+            f"the base {base} is damaged: {error.message}", **error.fields
+        ) from error
+
+
+def open_chain(
+    updates: Path,
+    version: int,
+    base_version: int,
+    run_id: str | None,
+    stack: contextlib.ExitStack,
+) -> list[PublicationReader]:
+    """Open the publications from the newest full version above the base, or from the base, up
+    to `version`, oldest first; `stack` closes them. One that is missing on the way is an error.
+    """
+    if updates.exists() and not updates.is_dir():
+        raise InvalidInput(f"{updates} is not a directory", file=str(updates))
+    chain: list[PublicationReader] = []
+    for number in range(version, base_version, -1):
+        expect = Ref(run_id, number) if run_id is not None else number
+        reader = PublicationReader.open(updates / version_name(number), expect=expect)
+        chain.insert(0, stack.enter_context(reader))
+        if reader.kind == Kind.ANCHOR:
+            break
+        if reader.base_version != number - 1:
+            reason = f"it applies to version {reader.base_version}, not to the one before it"
+            raise CorruptData(
+                f"{reader.directory.name}: {reason}", version=number, file=None, reason=reason
+            )
+    return chain
+
+
+def _write(
+    base: Checkpoint,
+    chain: list[PublicationReader],
+    directory: Path,
+    version: int,
+    base_version: int,
+    env: Env,
+    threads: int,
+    on_progress: Callable[[int, int], None],
+) -> MaterializeReport:
+    anchor = chain[0].checkpoint if chain else None
+    seed = anchor if anchor is not None else base
+    if not seed.side_files:
+        # A full version of weights alone: config and tokenizer are the base's.
+        seed = Checkpoint(seed.directory, seed.shards, base.side_files)
+    total = sum(tensor.nbytes for tensor in seed.tensors.values())
+    writer = CheckpointWriter(env.files, directory, seed)
+
+    def add(tensor: RebuiltTensor) -> None:
+        writer.add(tensor)
+        on_progress(min(writer.bytes_written, total), total)
+
+    try:
+        report = rebuild(
+            base,
+            chain,
+            on_tensor=add,
+            threads=threads,
+            base_version=base_version,
+            everything=True,
+        )
+        writer.finish(version)
+    finally:
+        writer.close()
+    return MaterializeReport(
+        version=version,
+        seed_version=chain[0].version if anchor is not None else None,
+        applied=tuple(reader.version for reader in chain if reader.kind == Kind.DELTA),
+        tensors=len(seed.tensors),
+        changed=len(report.changed),
+        model_digest=report.model_digest,
+        bytes_read=report.bytes_read,
+        bytes_written=writer.bytes_written,
+    )
