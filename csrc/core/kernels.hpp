@@ -28,7 +28,7 @@ struct Kernels {
   const char* name;
   // out[i] = base[i] ^ delta[i]; out is base itself or disjoint from both.
   void (*xor_into)(const uint8_t* base, const uint8_t* delta, uint8_t* out, size_t byte_count);
-  // base[i] ^= delta[i], leaving cache lines whose delta is zero unwritten.
+  // base[i] ^= delta[i], leaving longer runs of zero delta unwritten.
   void (*xor_in_place)(uint8_t* base, const uint8_t* delta, size_t byte_count);
   AdditiveFn additive[4];  // lanes of 1, 2, 4 and 8 bytes
   // Adler-32 of `byte_count` more bytes, from a previous value (1 at the start).

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <new>
 #include <string>
@@ -114,33 +115,61 @@ void apply_any_order(const Changes& changes, std::span<const std::uint8_t> base,
   }
 }
 
+constexpr std::size_t kWord = sizeof(std::uint64_t);
+
+std::uint64_t load_word(const std::uint8_t* data, std::size_t byte_count) {
+  std::uint64_t word = 0;
+  std::memcpy(&word, data, byte_count);
+  return word;
+}
+
+std::size_t nonzero_bytes(std::uint64_t word) {
+  word |= word >> 4;
+  word |= word >> 2;
+  word |= word >> 1;
+  return static_cast<std::size_t>(std::popcount(word & 0x0101010101010101));
+}
+
+// Calls visit(begin, change) with the XOR of each 8 bytes that differ; the last may be shorter.
+template <typename Visit>
+void for_each_change(std::span<const std::uint8_t> base, std::span<const std::uint8_t> target,
+                     Visit visit) {
+  std::size_t begin = 0;
+  for (; begin + kWord <= base.size(); begin += kWord) {
+    const std::uint64_t change =
+        load_word(base.data() + begin, kWord) ^ load_word(target.data() + begin, kWord);
+    if (change != 0) {
+      visit(begin, change);
+    }
+  }
+  const std::size_t left = base.size() - begin;
+  if (left > 0) {
+    visit(begin, load_word(base.data() + begin, left) ^ load_word(target.data() + begin, left));
+  }
+}
+
 std::size_t count_changes(std::span<const std::uint8_t> base,
                           std::span<const std::uint8_t> target) {
   std::size_t count = 0;
-  for (std::size_t i = 0; i < base.size(); ++i) {
-    count += static_cast<std::size_t>(base[i] != target[i]);
-  }
+  for_each_change(base, target, [&count](std::size_t /*begin*/, std::uint64_t change) {
+    count += nonzero_bytes(change);
+  });
   return count;
 }
 
 void collect_changes(std::span<const std::uint8_t> base, std::span<const std::uint8_t> target,
                      std::size_t count, std::uint8_t* positions) {
-  constexpr std::size_t kWord = sizeof(std::uint64_t);
-  std::uint8_t* values = positions + count * 4;
-  for (std::size_t begin = 0; begin < base.size(); begin += kWord) {
-    const std::size_t end = std::min(begin + kWord, base.size());
-    if (std::memcmp(base.data() + begin, target.data() + begin, end - begin) == 0) {
-      continue;
+  std::uint8_t* values = positions + count * sizeof(std::uint32_t);
+  for_each_change(base, target, [&](std::size_t begin, std::uint64_t change) {
+    while (change != 0) {
+      const auto byte = static_cast<std::size_t>(std::countr_zero(change)) / 8;
+      const auto position = static_cast<std::uint32_t>(begin + byte);
+      std::memcpy(positions, &position, sizeof position);
+      positions += sizeof position;
+      *values++ = target[begin + byte];
+      change &= ~(std::uint64_t{0xFF} << (8 * byte));
     }
-    for (std::size_t i = begin; i < end; ++i) {
-      if (base[i] != target[i]) {
-        const auto position = static_cast<std::uint32_t>(i);
-        std::memcpy(positions, &position, sizeof position);
-        positions += sizeof position;
-        *values++ = target[i];
-      }
-    }
-  }
+  });
 }
 
 }  // namespace

@@ -32,18 +32,17 @@ void xor_into(const uint8_t* base, const uint8_t* delta, uint8_t* out, size_t by
 }
 
 void xor_in_place(uint8_t* base, const uint8_t* delta, size_t byte_count) {
-  constexpr size_t kLine = 2 * kVector;
   size_t i = 0;
-  for (; i + kLine <= byte_count; i += kLine) {
-    const __m256i first = load(delta + i);
-    const __m256i second = load(delta + i + kVector);
-    const __m256i any = _mm256_or_si256(first, second);
+  for (; i + kXorSkipBytes <= byte_count; i += kXorSkipBytes) {
+    __m256i any = load(delta + i);
+    for (size_t k = kVector; k < kXorSkipBytes; k += kVector) {
+      any = _mm256_or_si256(any, load(delta + i + k));
+    }
     if (_mm256_testz_si256(any, any) == 0) {
-      store(base + i, _mm256_xor_si256(load(base + i), first));
-      store(base + i + kVector, _mm256_xor_si256(load(base + i + kVector), second));
+      xor_into(base + i, delta + i, base + i, kXorSkipBytes);
     }
   }
-  xor_tail(base + i, delta + i, base + i, byte_count - i);
+  xor_into(base + i, delta + i, base + i, byte_count - i);
 }
 
 // Four lanes as 64-bit values; narrow ones are widened, then copied into the high half.

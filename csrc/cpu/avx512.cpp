@@ -32,13 +32,16 @@ void xor_into(const uint8_t* base, const uint8_t* delta, uint8_t* out, size_t by
 
 void xor_in_place(uint8_t* base, const uint8_t* delta, size_t byte_count) {
   size_t i = 0;
-  for (; i + kVector <= byte_count; i += kVector) {
-    const __m512i change = load(delta + i);
-    if (_mm512_test_epi64_mask(change, change) != 0) {
-      _mm512_storeu_si512(base + i, _mm512_xor_si512(load(base + i), change));
+  for (; i + kXorSkipBytes <= byte_count; i += kXorSkipBytes) {
+    __m512i any = load(delta + i);
+    for (size_t k = kVector; k < kXorSkipBytes; k += kVector) {
+      any = _mm512_or_si512(any, load(delta + i + k));
+    }
+    if (_mm512_test_epi64_mask(any, any) != 0) {
+      xor_into(base + i, delta + i, base + i, kXorSkipBytes);
     }
   }
-  xor_tail(base + i, delta + i, base + i, byte_count - i);
+  xor_into(base + i, delta + i, base + i, byte_count - i);
 }
 
 // Eight lanes as 64-bit values; narrow ones are widened, then copied into the high half.

@@ -27,17 +27,16 @@ void xor_into(const std::uint8_t* base, const std::uint8_t* delta, std::uint8_t*
 }
 
 void xor_in_place(std::uint8_t* base, const std::uint8_t* delta, std::size_t byte_count) {
-  constexpr std::size_t kLine = 64;
   std::size_t i = 0;
-  for (; i + kLine <= byte_count; i += kLine) {
-    std::uint64_t words[kLine / kWord];
-    std::memcpy(words, delta + i, kLine);
+  for (; i + kXorSkipBytes <= byte_count; i += kXorSkipBytes) {
     std::uint64_t any = 0;
-    for (const std::uint64_t word : words) {
+    for (std::size_t k = 0; k < kXorSkipBytes; k += kWord) {
+      std::uint64_t word = 0;
+      std::memcpy(&word, delta + i + k, kWord);
       any |= word;
     }
     if (any != 0) {
-      xor_into(base + i, delta + i, base + i, kLine);
+      xor_into(base + i, delta + i, base + i, kXorSkipBytes);
     }
   }
   xor_into(base + i, delta + i, base + i, byte_count - i);
