@@ -1,0 +1,394 @@
+"""One client connection: reads whole requests within limits and answers them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol, cast
+
+import httptools
+
+from stitch.env import Clock
+from stitch.errors import InvalidInput, Overloaded, StitchError
+from stitch.http.errors import (
+    BodyTooLarge,
+    ExpectationFailed,
+    HeadTooLarge,
+    MethodNotAllowed,
+    RequestTimeout,
+    TargetTooLong,
+    internal_error_body,
+)
+from stitch.http.limits import ServerLimits
+from stitch.http.message import Request, Response, forwarded, noted
+
+__all__ = ["Connection", "Handler", "Host"]
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Request, Response], Awaitable[None]]
+_NEVER: Final = float("inf")
+_LINGER_S: Final = 2.0
+_LINGER_BYTES_MAX: Final = 4 * 1024 * 1024
+_IDLE, _HEAD, _BODY = range(3)
+
+
+class Host(Protocol):
+    """What a connection needs of its server."""
+
+    limits: ServerLimits
+    clock: Clock
+    handler: Handler
+    closing: bool
+    bodies_bytes: int
+    connections: set[Connection]
+
+
+class Connection(asyncio.Protocol):
+    """Parses, queues pipelined requests, runs one handler at a time, keeps time limits.
+
+    A client that disconnects, or ends its sending side, cancels the running handler.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._limits = host.limits
+        self._clock = host.clock
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._queue: deque[Request] = deque()
+        self._response: Response | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._failure: StitchError | None = None
+        self._phase = _IDLE
+        self._deadline = _NEVER
+        self._stalled_at = _NEVER
+        self._body_end = _NEVER
+        self._lingering = 0
+        self._paused = False
+        self._reset()
+
+    # The transport's side.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
+        self._deadline = self._clock.monotonic() + self._limits.head_timeout_s
+        self._host.connections.add(self)
+        if len(self._host.connections) > self._limits.connections_max:
+            self._fail(Overloaded("this server holds as many connections as it may; try later"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._host.connections.discard(self)
+        self._forget_bodies()
+        if self._task is not None:
+            self._task.cancel()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        self._stalled_at = self._clock.monotonic()
+        if self._response is not None:
+            self._response.hold()
+
+    def resume_writing(self) -> None:
+        self._stalled_at = _NEVER
+        if self._response is not None:
+            self._response.unhold()
+
+    def data_received(self, data: bytes) -> None:
+        if self._failure is not None:
+            self._linger(len(data))
+            return
+        size = len(data)
+        in_head = self._phase == _HEAD
+        while data:
+            try:
+                self._parser.feed_data(data)
+                data = b""
+            except httptools.HttpParserUpgrade as upgrade:
+                # No protocol is offered to switch to: the request stands as plain HTTP/1.1.
+                data = data[upgrade.args[0] :]
+                self._parser = httptools.HttpRequestParser(self)
+                self._reset()
+            except httptools.HttpParserError as error:
+                self._fail(InvalidInput(f"malformed HTTP request: {error}"))
+                return
+            if self._failure is not None:
+                return
+        if self._phase == _HEAD:
+            # A head line still incomplete is not seen by `on_header`: count the raw reads too.
+            self._head_read += size if in_head else 0
+            if self._head_read > self._limits.head_bytes_max:
+                self._fail(self._head_too_large())
+        elif self._phase == _BODY:
+            idle_end = self._clock.monotonic() + self._limits.body_idle_timeout_s
+            self._deadline = min(idle_end, self._body_end)
+
+    # The parser's side.
+
+    def on_message_begin(self) -> None:
+        self._reset()
+        self._phase = _HEAD
+        if self._response is None:
+            self._deadline = self._clock.monotonic() + self._limits.head_timeout_s
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+        if len(self._target) > self._limits.target_bytes_max:
+            self._fail(
+                TargetTooLong(f"the request target passes {self._limits.target_bytes_max} bytes")
+            )
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase != _HEAD or self._failure is not None:
+            return  # trailers carry nothing that is acted on
+        self._head_bytes += len(name) + len(value)
+        self._head_count += 1
+        if (
+            self._head_bytes > self._limits.head_bytes_max
+            or self._head_count > self._limits.head_count_max
+        ):
+            self._fail(self._head_too_large())
+            return
+        lower = name.lower()
+        if forwarded(lower):
+            self._lines.append(b"%b: %b\r\n" % (name, value))
+        if noted(lower):
+            known = self._headers.get(lower)
+            self._headers[lower] = value if known in (None, value) else b"%b, %b" % (known, value)
+
+    def on_headers_complete(self) -> None:
+        if self._failure is not None:
+            return
+        self._phase = _BODY
+        now = self._clock.monotonic()
+        self._body_end = now + self._limits.body_timeout_s
+        self._deadline = now + self._limits.body_idle_timeout_s
+        length = self._headers.get(b"content-length")
+        if length is not None and int(length) > self._limits.body_bytes_max:
+            self._fail(self._body_too_large())
+            return
+        expect = self._headers.get(b"expect")
+        if expect is not None:
+            if expect.lower() != b"100-continue":
+                self._fail(ExpectationFailed(f"unknown expectation {expect[:40]!r}"))
+            else:
+                self._expecting = True
+                self._answer_expectation()
+
+    def on_body(self, body: bytes) -> None:
+        if self._failure is not None:
+            return
+        self._body_bytes += len(body)
+        self._host.bodies_bytes += len(body)
+        if self._body_bytes > self._limits.body_bytes_max:
+            self._fail(self._body_too_large())
+        elif self._host.bodies_bytes > self._limits.bodies_bytes_max:
+            self._fail(Overloaded("request bodies in memory pass this server's limit; try later"))
+        else:
+            self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._failure is not None:
+            return
+        self._phase = _IDLE
+        self._deadline = _NEVER
+        request = self._take_request()
+        if request is None:
+            return
+        if self._response is None:
+            self._start(request)
+            return
+        self._queue.append(request)
+        if len(self._queue) >= self._limits.pipeline_max and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    # Requests.
+
+    def _reset(self) -> None:
+        self._target = b""
+        self._lines: list[bytes] = []
+        self._headers: dict[bytes, bytes] = {}
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._head_bytes = 0
+        self._head_count = 0
+        self._expecting = False
+        self._head_read = 0
+
+    def _take_request(self) -> Request | None:
+        method = self._parser.get_method().decode("latin-1")
+        if method == "CONNECT":
+            self._fail(MethodNotAllowed("this is no tunnel; CONNECT is not offered"))
+            return None
+        target = self._target
+        if not target.startswith(b"/"):
+            target = _origin_form(target)
+            if not target:
+                self._fail(InvalidInput(f"malformed request target {self._target[:80]!r}"))
+                return None
+        connection = self._headers.get(b"connection")
+        lines = self._lines if connection is None else _without_named(self._lines, connection)
+        http10 = self._parser.get_http_version() == "1.0"
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body_bytes = 0  # from here on the request owns them
+        return Request(
+            method,
+            target,
+            lines,
+            self._headers,
+            body,
+            http10=http10,
+            keep_alive=not http10 and (connection is None or b"close" not in connection.lower()),
+        )
+
+    def _start(self, request: Request) -> None:
+        assert self._transport is not None
+        assert self._response is None
+        close = not request.keep_alive or self._host.closing
+        self._response = response = Response(self._transport, request, close=close)
+        if self._stalled_at != _NEVER:
+            response.hold()
+        self._task = asyncio.get_running_loop().create_task(
+            self._run(request, response), name="http-request"
+        )
+
+    async def _run(self, request: Request, response: Response) -> None:
+        try:
+            await self._host.handler(request, response)
+            assert response.complete, f"{request.method} {request.path} was left unanswered"
+        except StitchError as error:
+            if response.started:
+                log.warning("answer cut", extra={"path": request.path, "code": error.code})
+                response.abort()
+            else:
+                response.send_error(error)
+        except Exception:
+            log.exception("handler failed", extra={"path": request.path})
+            if response.started:
+                response.abort()
+            else:
+                response.send(500, internal_error_body())
+        finally:
+            self._host.bodies_bytes -= len(request.body)
+            self._finish(response)
+
+    def _finish(self, response: Response) -> None:
+        self._response = self._task = None
+        transport = self._transport
+        if transport is None:
+            return
+        if not response.complete:  # cancelled while the client is still there
+            transport.abort()
+        elif response.close or (self._host.closing and not self._queue):
+            transport.close()
+        elif self._queue:
+            self._start(self._queue.popleft())
+            if self._paused and len(self._queue) < self._limits.pipeline_max:
+                self._paused = False
+                transport.resume_reading()
+        elif self._failure is not None:
+            self._send_failure(self._failure)
+        else:
+            self._answer_expectation()
+            wait_s = (
+                self._limits.keepalive_s if self._phase == _IDLE else (self._limits.head_timeout_s)
+            )
+            self._deadline = self._clock.monotonic() + wait_s
+
+    def _answer_expectation(self) -> None:
+        if self._expecting and self._response is None and self._transport is not None:
+            self._expecting = False
+            if not self._body_bytes:
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    # Limits.
+
+    def check(self, now: float) -> None:
+        """End what passed its time. Called by the server's sweep."""
+        transport = self._transport
+        if transport is None:
+            return
+        if now - self._stalled_at > self._limits.write_stall_s:
+            transport.abort()
+        elif self._response is None and now >= self._deadline:
+            if self._failure is not None or self._phase == _IDLE:
+                transport.abort() if self._failure is not None else transport.close()
+            else:
+                part = "headers" if self._phase == _HEAD else "body"
+                self._fail(RequestTimeout(f"the request's {part} did not arrive in time"))
+
+    def close_idle(self) -> None:
+        """The server stops: close now unless a request is being answered or read."""
+        if self._response is None and self._phase == _IDLE and self._transport is not None:
+            self._transport.close()
+
+    def kill(self) -> asyncio.Task[None] | None:
+        """Cut the connection, which cancels its handler; returns the handler's task."""
+        if self._transport is not None:
+            self._transport.abort()
+        return self._task
+
+    def _fail(self, error: StitchError) -> None:
+        if self._failure is not None:
+            return
+        self._failure = error
+        self._host.bodies_bytes -= self._body_bytes
+        self._body, self._body_bytes = [], 0
+        if self._response is None:
+            self._send_failure(error)
+
+    def _send_failure(self, error: StitchError) -> None:
+        """Answer, stop sending, and read a little longer: a reset would destroy the answer."""
+        if self._transport is None:
+            return
+        request = Request("GET", b"/", [], {}, b"", keep_alive=False)
+        Response(self._transport, request, close=True).send_error(error)
+        self._deadline = self._clock.monotonic() + _LINGER_S
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+
+    def _linger(self, nbytes: int) -> None:
+        self._lingering += nbytes
+        if self._lingering > _LINGER_BYTES_MAX and self._transport is not None:
+            self._transport.abort()
+
+    def _forget_bodies(self) -> None:
+        self._host.bodies_bytes -= self._body_bytes
+        self._body_bytes = 0
+        for request in self._queue:
+            self._host.bodies_bytes -= len(request.body)
+        self._queue.clear()
+
+    def _head_too_large(self) -> StitchError:
+        return HeadTooLarge(
+            f"the header block passes {self._limits.head_bytes_max} bytes or "
+            f"{self._limits.head_count_max} lines"
+        )
+
+    def _body_too_large(self) -> StitchError:
+        return BodyTooLarge(f"the request body passes {self._limits.body_bytes_max} bytes")
+
+
+def _origin_form(target: bytes) -> bytes:
+    """The path and query of an absolute-form target; empty if it is none."""
+    lower = target[:8].lower()
+    if not lower.startswith((b"http://", b"https://")):
+        return b""
+    _, slash, rest = target.partition(b"//")[2].partition(b"/")
+    return slash + rest if slash else b"/"
+
+
+def _without_named(lines: list[bytes], connection: bytes) -> list[bytes]:
+    """Drop the headers that a Connection header names as this hop's own."""
+    named = {token.strip().lower() for token in connection.split(b",")}
+    named -= {b"close", b"keep-alive", b"upgrade", b"te", b""}
+    if not named:
+        return lines
+    return [line for line in lines if line.partition(b":")[0].lower() not in named]

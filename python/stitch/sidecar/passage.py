@@ -1,0 +1,227 @@
+"""One proxied request on a sidecar, from its lease to its last byte.
+
+However it ends, the generation is over before the lease is free: whole, aborted by its
+request id when the client left or the engine broke off, or ended by the gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Protocol
+
+import orjson
+
+from stitch.admission import AdmissionGate, Lease
+from stitch.env import Clock
+from stitch.errors import EngineUnavailable, StitchError, Unsupported
+from stitch.http.errors import error_body, retry_headers
+from stitch.http.exchange import Exchange
+from stitch.http.message import Request, Response
+from stitch.http.relay import StreamTail, deliver, error_event, held, request_head
+from stitch.http.upstream import Upstream, UpstreamLost
+from stitch.sidecar.config import SidecarConfig
+from stitch.sidecar.labels import relabel_json, relabel_stream
+
+__all__ = ["Passage", "Sidecar"]
+
+log = logging.getLogger(__name__)
+
+
+class Sidecar(Protocol):
+    """What a passage needs of its sidecar."""
+
+    config: SidecarConfig
+    clock: Clock
+    upstream: Upstream
+
+    @property
+    def gate(self) -> AdmissionGate: ...
+
+    def count(self, name: str, labels: str = "") -> None: ...
+    def spawn(self, work: Any, name: str) -> None: ...
+    async def abort_generation(self, rid: str) -> None: ...
+    def label_response(self, path: str, body: dict[str, Any], lease: Lease) -> None: ...
+
+
+class Passage:
+    """Runs one request upstream under a lease.
+
+    rids: the ids to abort a generation by; none for a read-only route. labelled: the engine's
+    responses already carry their labels, or the route has none.
+    """
+
+    def __init__(
+        self,
+        sidecar: Sidecar,
+        request: Request,
+        response: Response,
+        lease: Lease,
+        *,
+        rids: tuple[str, ...],
+        labelled: bool,
+        extra: bytes,
+    ) -> None:
+        self._sidecar = sidecar
+        self._request = request
+        self._response = response
+        self._lease = lease
+        self._rids = rids
+        self._labelled = labelled
+        self._extra = extra
+        self._exchange: Exchange | None = None
+        self._tail = StreamTail(response)
+        self._settled = False
+
+    async def run(self, payload: bytes) -> None:
+        """Send `payload` upstream and the response back. Frees the lease on every path.
+
+        Raises: EngineUnavailable if the engine was lost before the first byte went out.
+        """
+        lease = self._lease
+        task = asyncio.current_task()
+        assert task is not None
+        lease.on_abort = lambda error: None if self._settled else void(task.cancel())
+        try:
+            await self._pass(payload)
+        except UpstreamLost as error:
+            self._give_up()
+            self._sidecar.count("stitch_sidecar_engine_lost_total")
+            log.warning(
+                "engine lost", extra={"path": self._request.path, "rids": self._rids, "why": error}
+            )
+            raise EngineUnavailable(
+                "the engine broke off before it answered; try again",
+                replica_path=self._request.path,
+            ) from error
+        except asyncio.CancelledError:
+            if lease.error is not None and task.uncancel() == 0:
+                await self._end_by_gate(lease.error)
+                return
+            self._sidecar.count("stitch_sidecar_client_gone_total")
+            log.info(
+                "client gone",
+                extra={"path": self._request.path, "rids": self._rids, "status": 499},
+            )
+            self._give_up()
+            raise
+        finally:
+            if not self._settled:
+                self._settled = True
+                self._sidecar.gate.release(lease)
+
+    async def _pass(self, payload: bytes) -> None:
+        request, sidecar = self._request, self._sidecar
+        lines = request.lines if self._labelled else request.without(b"accept-encoding:")
+        head = request_head(request, sidecar.upstream.authority, lines, len(payload))
+        exchange = await sidecar.upstream.send(
+            head, payload, bare=request.method == "HEAD", on_sent=self._sent
+        )
+        bytes_max = sidecar.config.response_bytes_max
+        whole = await held(exchange, bytes_max)
+        if not self._labelled and exchange.status == 200:
+            if exchange.event_stream:
+                await self._pass_stream(exchange)
+                return
+            if exchange.content_type.startswith(b"application/json"):
+                if not whole:
+                    raise Unsupported(
+                        f"the response passes {bytes_max} bytes and can't be labelled"
+                    )
+                body = relabel_json(exchange.take(), self._stamp)
+                self._response.send_raw(exchange.head + self._extra, body)
+                return
+        cut = await deliver(
+            exchange,
+            request,
+            self._response,
+            extra=self._extra,
+            cut_event=self._cut_event,
+            tail=self._tail,
+        )
+        if cut is not None:
+            self._sidecar.count("stitch_sidecar_engine_lost_total")
+            self._give_up()
+
+    async def _pass_stream(self, exchange: Exchange) -> None:
+        """An event stream whose events are labelled here, one by one."""
+        response = self._response
+        response.source = exchange
+        response.begin(exchange.head + self._extra, None)
+        try:
+            await exchange.pipe(relabel_stream(self._tail.write, self._stamp))
+        except StitchError as error:
+            self._tail.end_with(self._cut_event(error))
+            self._give_up()
+            return
+        response.end()
+
+    async def _end_by_gate(self, error: StitchError) -> None:
+        """The gate took the lease back: end the generation, answer with what it made so far."""
+        self._sidecar.count("stitch_sidecar_gate_aborts_total")
+        for rid in self._rids:
+            await self._sidecar.abort_generation(rid)
+        exchange, response = self._exchange, self._response
+        response.source = None
+        rest = b""
+        if exchange is not None:
+            try:
+                async with self._sidecar.clock.timeout(self._sidecar.config.partial_s):
+                    await exchange.head_arrived()
+                    await exchange.gather(self._sidecar.config.response_bytes_max)
+            except (StitchError, TimeoutError):
+                log.info("no partial output", extra={"rids": self._rids})
+            rest = exchange.take()
+            exchange.cancel()
+        if not response.started:
+            partial = _json_or_none(rest) if exchange and exchange.status == 200 else None
+            body = error_body(error, partial=partial, **self._versions())
+            response.send(error.http_status, body, headers=retry_headers(error) + self._extra)
+        elif exchange is not None and exchange.event_stream:
+            before, _, _ = rest.partition(b"data: [DONE]")
+            if before:
+                self._tail.write(before)
+            self._tail.end_with(error_event(error, **self._versions()))
+        else:
+            response.abort()
+
+    def _sent(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def _stamp(self, body: dict[str, Any]) -> None:
+        self._sidecar.label_response(self._request.path, body, self._lease)
+
+    def _cut_event(self, error: StitchError) -> bytes:
+        gone = EngineUnavailable("the engine broke off in the middle of the answer; try again")
+        return error_event(gone, **self._versions())
+
+    def _versions(self) -> dict[str, Any]:
+        ref = self._lease.label.ref
+        return {"weight_run_id": ref.run_id, "weight_version_admitted": ref.version}
+
+    def _give_up(self) -> None:
+        """Cut the exchange, end the generation, and only then free the lease."""
+        if self._settled:
+            return
+        self._settled = True
+        if self._exchange is not None:
+            self._exchange.cancel()
+        self._sidecar.spawn(self._abort_then_release(), "abort-generation")
+
+    async def _abort_then_release(self) -> None:
+        try:
+            for rid in self._rids:
+                await self._sidecar.abort_generation(rid)
+        finally:
+            self._sidecar.gate.release(self._lease)
+
+
+def void(_: object) -> None:
+    """Drop a result where a callback must return None."""
+
+
+def _json_or_none(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
