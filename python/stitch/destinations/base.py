@@ -32,12 +32,18 @@ class Proof:
 @dataclass(frozen=True, slots=True)
 class StageRequest:
     """Bring the canonical state from `base` to `target` through `chain` (local directories of
-    publications, oldest first; the first may be an anchor). `attempt` grows at every call."""
+    publications, oldest first; the first may be an anchor). `attempt` grows at every call.
+
+    An empty chain with `target == base` rewrites what the last proof, scrub or undo found to
+    differ. With `from_boot` the chain starts at the engine's boot checkpoint instead of the
+    bytes held, and tensors that it does not touch go back to their boot bytes.
+    """
 
     base: Ref
     target: Ref
     chain: Sequence[Path]
     attempt: int
+    from_boot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +79,25 @@ class Destination(Protocol):
         """`disk`, `cpu` or `direct`."""
         ...
 
+    @property
+    def digest(self) -> str:
+        """Model digest of the canonical state held. Known once `prove` opened the checkpoint."""
+        ...
+
+    @property
+    def boot_digest(self) -> str:
+        """Model digest of the checkpoint that the engine booted from."""
+        ...
+
     async def prove(self) -> Proof:
         """Check every live storage against the canonical state held. Before anything is labelled.
 
         Raises: CorruptData if a byte differs; Unsupported if the engine cannot be described.
         """
+        ...
+
+    async def fence(self, attempt: int) -> None:
+        """Make every order of an older attempt void on all ranks, one still on its way included."""
         ...
 
     async def stage(self, request: StageRequest) -> Staged:
@@ -116,4 +136,8 @@ class Destination(Protocol):
 
     async def scrub(self) -> Verified:
         """Checksum every live storage against the canonical state."""
+        ...
+
+    async def close(self) -> None:
+        """Remove what this destination wrote. The engine keeps what it serves. Safe to repeat."""
         ...

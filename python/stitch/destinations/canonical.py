@@ -1,0 +1,216 @@
+"""The canonical state a replica holds: tensor names to immutable bytes, and rebuilding it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stitch.checksum import Checksum, model_digest, tensor_term
+from stitch.destinations.overlays import OverlayRoot
+from stitch.engines.base import TensorSlice
+from stitch.errors import CorruptData
+from stitch.format.checkpoint import Checkpoint
+from stitch.format.mapping import MappedFile
+from stitch.format.publication import PublicationReader
+from stitch.format.rebuild import RebuiltTensor, TensorInfo, rebuild
+
+__all__ = ["CanonicalState", "compacted", "open_boot", "rebuilt"]
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalState:
+    """One model state, never changed: where each tensor's bytes lie, checksums, model digest."""
+
+    slices: Mapping[str, TensorSlice]
+    checksums: Mapping[str, Checksum]
+    digest: str
+
+    def directories(self) -> set[Path]:
+        """The directories that hold any of its bytes."""
+        return {Path(part.path).parent for part in self.slices.values()}
+
+
+@dataclass(slots=True)
+class MappedState:
+    """A CanonicalState as rebuild's source; files are mapped on first use and kept. Thread-safe."""
+
+    state: CanonicalState
+    _maps: dict[str, MappedFile] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self.state.slices
+
+    def view(self, name: str) -> memoryview:
+        part = self.state.slices[name]
+        with self._lock:
+            mapped = self._maps.get(part.path)
+            if mapped is None:
+                mapped = self._maps[part.path] = MappedFile(Path(part.path))
+        return mapped.view(part.offset, part.nbytes)
+
+    def close(self) -> None:
+        for mapped in self._maps.values():
+            mapped.close()
+        self._maps.clear()
+
+
+class _Layered:
+    """A source with some tensors replaced by rebuilt ones held in memory."""
+
+    def __init__(self, below: MappedState | _Layered, over: Sequence[RebuiltTensor]) -> None:
+        self._below = below
+        self._over = {tensor.name: tensor for tensor in over}
+        self._sizes = {tensor.name: _Info(tensor) for tensor in over}
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {**self._below.tensors, **self._sizes}
+
+    def view(self, name: str) -> memoryview:
+        found = self._over.get(name)
+        return found.data if found is not None else self._below.view(name)
+
+
+class _Info:
+    """A rebuilt tensor as a source describes it."""
+
+    def __init__(self, tensor: RebuiltTensor) -> None:
+        self.name = tensor.name
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.nbytes = len(tensor.data)
+
+
+def open_boot(directory: Path, *, threads: int) -> CanonicalState:
+    """The boot checkpoint as a canonical state. O(bytes): every checksum is computed.
+
+    Raises: InvalidInput if `directory` is no checkpoint; CorruptData for damage.
+    """
+    with Checkpoint.open(directory) as checkpoint:
+        checksums = checkpoint.checksums(threads=threads)
+        slices = {
+            name: TensorSlice(
+                name,
+                str(tensor.path),
+                tensor.offset,
+                tensor.nbytes,
+                tensor.dtype,
+                tuple(tensor.shape),
+                checksums[name].to_text(),
+            )
+            for name, tensor in checkpoint.tensors.items()
+        }
+    digest = model_digest(
+        tensor_term(name, part.dtype, part.shape, checksums[name]) for name, part in slices.items()
+    )
+    return CanonicalState(slices, checksums, digest)
+
+
+def rebuilt(
+    start: CanonicalState,
+    chain: Sequence[Path],
+    overlays: OverlayRoot,
+    name: str,
+    *,
+    threads: int,
+    cancelled: Callable[[], bool],
+    base_version: int | None,
+) -> tuple[CanonicalState, int]:
+    """`start` with `chain` applied; changed tensors are written to the overlay `name`.
+
+    A chain over a fork is folded leg by leg, as each run's versions follow only each other.
+    base_version: the version `start` is, if it is of the chain's first run.
+    Returns: the new state, and payload bytes read.
+    Raises: CorruptData; RebuildCancelled; OSError when the overlay cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(PublicationReader.open(path)) for path in chain]
+        legs = _legs(readers)
+        source = MappedState(start)
+        stack.callback(source.close)
+        below: MappedState | _Layered = source
+        checksums: Mapping[str, Checksum] = start.checksums
+        bytes_read = 0
+        for leg in legs[:-1]:
+            over: list[RebuiltTensor] = []
+            report = rebuild(
+                below,
+                leg,
+                on_tensor=over.append,
+                threads=threads,
+                cancelled=cancelled,
+                base_version=base_version,
+                base_checksums=checksums,
+            )
+            below, checksums, base_version = _Layered(below, over), report.checksums, None
+            bytes_read += report.bytes_read
+        if not legs:
+            return start, 0
+        writer = overlays.begin(name)
+
+        def write(tensor: RebuiltTensor) -> None:
+            held = start.slices.get(tensor.name)
+            if held is None or (held.dtype, held.shape) != (tensor.dtype, tensor.shape):
+                raise CorruptData(
+                    f"tensor {tensor.name!r} is {tensor.dtype} {list(tensor.shape)} in the "
+                    "publication; the running model's differs or is absent",
+                    tensor=tensor.name,
+                )
+            sum = tensor.checksum.to_text()
+            if sum != held.checksum:
+                writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.data, sum)
+
+        report = rebuild(
+            below,
+            legs[-1],
+            on_tensor=write,
+            threads=threads,
+            cancelled=cancelled,
+            base_version=base_version,
+            base_checksums=checksums,
+            # What only an earlier leg changed is delivered too; equal bytes are not written.
+            everything=len(legs) > 1,
+        )
+        if report.removed:
+            raise CorruptData(
+                f"tensor {report.removed[0]!r} of the running model is not in the publication",
+                tensor=report.removed[0],
+            )
+        slices = {**start.slices, **writer.finish()}
+        state = CanonicalState(slices, report.checksums, report.model_digest)
+        return state, bytes_read + report.bytes_read
+
+
+def compacted(state: CanonicalState, overlays: OverlayRoot, name: str) -> CanonicalState:
+    """The same state with every overlaid tensor in one fresh overlay; the others may go."""
+    writer = overlays.begin(name)
+    source = MappedState(state)
+    try:
+        for part in state.slices.values():
+            if overlays.path in Path(part.path).parents:
+                writer.add(part.name, part.dtype, part.shape, source.view(part.name), part.checksum)
+        slices = {**state.slices, **writer.finish()}
+    finally:
+        source.close()
+    return CanonicalState(slices, state.checksums, state.digest)
+
+
+def _legs(readers: Sequence[PublicationReader]) -> list[list[PublicationReader]]:
+    """Split a chain where it crosses to another run."""
+    legs: list[list[PublicationReader]] = []
+    for reader in readers:
+        run = reader.manifest.ref.run_id if reader.manifest is not None else None
+        before = legs[-1][-1] if legs else None
+        same_run = before is not None and (
+            run == (before.manifest.ref.run_id if before.manifest is not None else None)
+        )
+        if same_run:
+            legs[-1].append(reader)
+        else:
+            legs.append([reader])
+    return legs
