@@ -1,4 +1,4 @@
-"""Takes publications apart and puts them together again, damaged as asked. Uses nothing of stitch."""
+"""Takes publications apart and puts them together, damaged. Uses nothing of stitch."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def edit_index(updates: Path, version: int, edit: Callable[[dict[str, Any]], obj
     put_index(updates, version, index)
 
 
-def edit_metadata(updates: Path, version: int, **changes: Any) -> None:
+def edit_metadata(updates: Path, number: int, /, **changes: Any) -> None:
     """Set metadata keys; `...` removes one."""
-    index = read_index(updates, version)
+    index = read_index(updates, number)
     for key, value in changes.items():
         if value is ...:
             del index["metadata"][key]
         else:
             index["metadata"][key] = value
-    put_index(updates, version, index)
+    put_index(updates, number, index)
 
 
 class File:
@@ -104,7 +104,10 @@ class File:
         self.pairs.append((name, entry))
 
     def header_text(self) -> bytes:
-        inner = ",".join(f"{json.dumps(key)}:{json.dumps(value)}" for key, value in self.pairs)
+        def text(value: object) -> str:
+            return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+        inner = ",".join(f"{text(key)}:{text(value)}" for key, value in self.pairs)
         return ("{" + inner + "}").encode()
 
     def save(self, header: bytes | None = None, *, length: int | None = None) -> None:
@@ -120,9 +123,7 @@ def file_of(updates: Path, version: int, tensor: str) -> File:
     return File(version_dir(updates, version) / name)
 
 
-def edit_file(
-    updates: Path, version: int, tensor: str, edit: Callable[[File], object]
-) -> None:
+def edit_file(updates: Path, version: int, tensor: str, edit: Callable[[File], object]) -> None:
     file = file_of(updates, version, tensor)
     edit(file)
     file.save()

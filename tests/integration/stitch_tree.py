@@ -18,7 +18,14 @@ from stitch.checksum import (
 )
 from stitch.format.dtypes import bits_of
 from stitch.format.tensors import RawTensor
-from stitch.format.wire import FileEntry, FormatVersion, Manifest, RefModel, TensorEntry, to_json_bytes
+from stitch.format.wire import (
+    FileEntry,
+    FormatVersion,
+    Manifest,
+    RefModel,
+    TensorEntry,
+    to_json_bytes,
+)
 from stitch.format.write import (
     DataFile,
     EncodedTensor,

@@ -78,5 +78,5 @@ def read_small_file(path: Path, *, size_max: int, too_big: type[StitchError]) ->
 
 
 def resolves_inside(path: Path, directory: Path) -> bool:
-    """Whether `path`, symbolic links followed, lies in `directory` itself (not deeper)."""
-    return path.resolve().parent == directory.resolve()
+    """Whether `path`, symbolic links followed, lies below `directory`."""
+    return path.resolve().is_relative_to(directory.resolve())

@@ -140,6 +140,9 @@ def _write(
             everything=True,
         )
         writer.finish(version)
+    except CorruptData as error:
+        _blame_base(base, chain, threads, error)
+        raise
     finally:
         writer.close()
     return MaterializeReport(
@@ -152,3 +155,23 @@ def _write(
         bytes_read=report.bytes_read,
         bytes_written=writer.bytes_written,
     )
+
+
+def _blame_base(
+    base: Checkpoint, chain: list[PublicationReader], threads: int, cause: CorruptData
+) -> None:
+    """Tell a base of other weights from damage in the chain, where a manifest says which base.
+
+    Raises: InvalidInput if the base is the one at fault.
+    """
+    first = chain[0].manifest if chain and chain[0].kind == Kind.DELTA else None
+    if first is None or first.base_digest is None:
+        return
+    found = base.model_digest(threads=threads)
+    if found != first.base_digest:
+        raise InvalidInput(
+            f"the base {base.directory} is not the one that {chain[0].directory.name} applies to: "
+            f"its model digest is {found}, the manifest says {first.base_digest}",
+            found=found,
+            expected=first.base_digest,
+        ) from cause

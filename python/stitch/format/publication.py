@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 
 import blake3
 
-from stitch.errors import CorruptData, Forbidden, InvalidInput, NotVisibleYet
+from stitch.errors import CorruptData, Forbidden, InvalidInput, NotVisibleYet, Unsupported
 from stitch.format.checkpoint import LONE_FILE_NAME, Checkpoint, side_files_of
 from stitch.format.index import ParsedIndex, parse_index
 from stitch.format.manifest import check_manifest, load_manifest
@@ -95,7 +95,7 @@ class PublicationReader:
             raise NotVisibleYet(f"{directory.name} is not there", file=str(directory))
         try:
             return _Opener(directory, number, expect, verify_files).open(trusted_only)
-        except (CorruptData, NotVisibleYet) as error:
+        except (CorruptData, NotVisibleYet, Unsupported) as error:
             where = directory.name
             raise type(error)(
                 f"{where}: {error.message}", **error.fields, version=number

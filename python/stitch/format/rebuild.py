@@ -344,7 +344,6 @@ def _check_digest(
             reason=reason,
             found=found,
             expected=expected,
-            which=which,
         )
 
 
