@@ -3,7 +3,6 @@
 #include <zstd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <new>
 #include <string>
@@ -12,8 +11,9 @@ namespace stitch {
 namespace {
 
 constexpr std::uint32_t kFrameMagic = 0xFD2FB528;  // RFC 8878, 3.1.1
-constexpr int kWindowLogFloor = 23;                // 8 MiB: levels up to 19 write no larger window
-constexpr int kWindowLogLimit = 27;  // 128 MiB: zstd's own limit for readers, levels up to 22
+// 128 MiB: zstd's own limit for readers; levels up to 22 write no larger window. The window is
+// touched only as far as output was produced, so a claim alone costs address space, not memory.
+constexpr int kWindowLogMax = 27;
 constexpr std::size_t kBlockBytesMax = std::size_t{128} << 10;  // RFC 8878, 3.1.1.2.4
 
 Status corrupt_frame(const char* what) {
@@ -25,11 +25,6 @@ Status zstd_status(std::size_t code) { return corrupt_frame(ZSTD_getErrorName(co
 // A block is at least 4 bytes and gives at most 128 KiB: a frame can't hold more than this.
 std::uint64_t expansion_max(std::size_t blob_size) {
   return (std::uint64_t{blob_size} / 4 + 1) * kBlockBytesMax;
-}
-
-int window_log_max(std::uint64_t size_max) {
-  const int log = static_cast<int>(std::bit_width(size_max));
-  return std::clamp(log, kWindowLogFloor, kWindowLogLimit);
 }
 
 }  // namespace
@@ -98,7 +93,7 @@ Status FrameReader::open(std::span<const std::uint8_t> blob, std::uint64_t size_
   }
   const std::size_t reset = ZSTD_DCtx_reset(context_.get(), ZSTD_reset_session_and_parameters);
   const std::size_t window =
-      ZSTD_DCtx_setParameter(context_.get(), ZSTD_d_windowLogMax, window_log_max(size_max));
+      ZSTD_DCtx_setParameter(context_.get(), ZSTD_d_windowLogMax, kWindowLogMax);
   if (ZSTD_isError(reset) != 0 || ZSTD_isError(window) != 0) {
     return Status::internal("zstd refused decoder parameters");
   }

@@ -38,7 +38,8 @@ class ByteBuffer {
 Result<std::optional<std::uint64_t>> frame_content_size(std::span<const std::uint8_t> blob,
                                                         std::uint64_t size_max);
 
-// Streams one frame. The decoder keeps at most one window (128 MiB, less for small outputs).
+// Streams one frame. The decoder keeps at most one window, of no more than 128 MiB and no
+// more than was decoded.
 class FrameReader {
  public:
   // `size_max`: the most bytes the frame may decode to; a larger claim fails in open().

@@ -221,6 +221,11 @@ Status check_unique(const Items& items, const char* kind, NameOf name_of) {
 }  // namespace
 
 Status parse_header_json(std::string_view text, SafetensorsHeader& header) {
+  // The JSON library takes a NUL for the end of the text and would not look at what follows.
+  if (const std::size_t nul = text.find('\0'); nul != std::string_view::npos) {
+    return Status::corrupt("safetensors header is not valid JSON: NUL at byte " +
+                           std::to_string(nul));
+  }
   HeaderSax sax(header);
   try {
     if (!Json::sax_parse(text, &sax)) {
