@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stitch.env import Env
 from stitch.errors import CorruptData, NotVisibleYet, StitchError, Unsupported
@@ -50,7 +50,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         print(f"stitch materialize: {message}; retry: no", file=sys.stderr)
         raise SystemExit(2)
 
+    known = parser.parse_known_args
+
+    def all_known(args: Any = None, namespace: Any = None) -> Any:
+        found, rest = known(args, namespace)
+        if rest:
+            one_line_error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
     parser.error = one_line_error  # type: ignore[method-assign]
+    parser.parse_known_args = all_known  # type: ignore[method-assign]
 
 
 def run(options: argparse.Namespace) -> int:

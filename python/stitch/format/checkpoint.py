@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stitch.checksum import Checksum, additive_lanes, lane_bytes_for, model_digest, tensor_term
-from stitch.errors import CorruptData, InvalidInput, StitchError
+from stitch.errors import CorruptData, InvalidInput
 from stitch.format.dtypes import bits_of
 from stitch.format.mapping import read_small_file
 from stitch.format.shards import (
@@ -118,7 +118,6 @@ def side_files_of(directory: Path) -> list[Path]:
 
 
 def _open_base_shards(directory: Path) -> list[Shard]:
-    missing: type[StitchError] = InvalidInput
     try:
         data = read_small_file(directory / INDEX_NAME, size_max=INDEX_SIZE_MAX, too_big=CorruptData)
     except FileNotFoundError:
@@ -133,7 +132,7 @@ def _open_base_shards(directory: Path) -> list[Shard]:
                 f"{directory} is not a checkpoint: neither {INDEX_NAME} nor {LONE_FILE_NAME}",
                 file=str(directory),
             ) from None
-        return [open_shard(directory, LONE_FILE_NAME, confined=False, missing=missing)]
+        return [open_shard(directory, LONE_FILE_NAME, confined=False, missing=InvalidInput)]
     index: dict[str, Any] = parse_object(data, where=INDEX_NAME, size_max=INDEX_SIZE_MAX)
     weight_map = parse_weight_map(index.get("weight_map"), where=INDEX_NAME)
-    return open_shards(directory, weight_map, confined=False, missing=missing)
+    return open_shards(directory, weight_map, confined=False, missing=InvalidInput)

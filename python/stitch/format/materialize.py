@@ -75,10 +75,9 @@ def open_base(base: Path) -> Checkpoint:
     """Open the base. Raises: InvalidInput for whatever is wrong with it."""
     try:
         return Checkpoint.open(base)
-    except (CorruptData, Unsupported) as error:
-        raise InvalidInput(
-            f"the base {base} is damaged: {error.message}", **error.fields
-        ) from error
+    except (CorruptData, Unsupported, InvalidInput) as error:
+        said = error.message.removeprefix(f"{base} ").removeprefix("is ")
+        raise InvalidInput(f"the base {base}: {said}", **error.fields) from error
 
 
 def open_chain(
