@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 from stitch.client.asynchronous import AsyncClient, ClientConfig, ClientStats
 from stitch.client.completion import Chunk, Completion
-from stitch.client.loop_thread import LoopThread
 from stitch.env import Env
+from stitch.publisher.loop import LoopThread
 from stitch.types import UNCONSTRAINED, Constraint
 
 __all__ = ["Client"]
+
+T = TypeVar("T")
 
 
 class Client:
@@ -28,7 +31,8 @@ class Client:
         self, url: str, *, config: ClientConfig | None = None, env: Env | None = None
     ) -> None:
         self._inner = AsyncClient(url, config=config, env=env)
-        self._thread = LoopThread("stitch-client")
+        self._lock = threading.Lock()
+        self._thread: LoopThread | None = None
 
     @property
     def url(self) -> str:
@@ -79,7 +83,7 @@ class Client:
         See `AsyncClient.generate`. Closing the iterator early aborts the generation.
         """
         inner: Any = self._inner  # the overloads do not take a plain bool
-        found: Any = self._thread.run(
+        found: Any = self._run(
             inner.generate(
                 prompt,
                 input_ids=input_ids,
@@ -92,7 +96,7 @@ class Client:
                 stream=stream,
             )
         )
-        return self._thread.iterate(found) if stream else found
+        return self._iterate(found) if stream else found
 
     def chat(
         self,
@@ -103,7 +107,7 @@ class Client:
         deadline_s: float | None = None,
     ) -> dict[str, Any]:
         """`POST /v1/chat/completions`; see `AsyncClient.chat`."""
-        return self._thread.run(
+        return self._run(
             self._inner.chat(body, constraint=constraint, affinity=affinity, deadline_s=deadline_s)
         )
 
@@ -116,7 +120,7 @@ class Client:
         deadline_s: float | None = None,
     ) -> dict[str, Any]:
         """`POST /v1/completions`; see `AsyncClient.completions`."""
-        return self._thread.run(
+        return self._run(
             self._inner.completions(
                 body, constraint=constraint, affinity=affinity, deadline_s=deadline_s
             )
@@ -124,13 +128,35 @@ class Client:
 
     def get(self, path: str, *, deadline_s: float | None = None) -> Any:
         """Decoded JSON of a read-only route."""
-        return self._thread.run(self._inner.get(path, deadline_s=deadline_s))
+        return self._run(self._inner.get(path, deadline_s=deadline_s))
 
     def close(self) -> None:
         """Close connections and end the loop thread. Safe to repeat."""
-        if self._thread.started:
-            self._thread.run(self._inner.close())
-        self._thread.close()
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.run(self._inner.close())
+            thread.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        with self._lock:
+            if self._thread is None:
+                self._thread = LoopThread("stitch-client")
+            thread = self._thread
+        return thread.run(work)
+
+    def _iterate(self, stream: AsyncIterator[Chunk]) -> Iterator[Chunk]:
+        try:
+            while True:
+                try:
+                    chunk = self._run(_next(stream))
+                except StopAsyncIteration:
+                    return
+                yield chunk
+        finally:
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                self._run(close())
 
     def __enter__(self) -> Self:
         return self
@@ -142,3 +168,7 @@ class Client:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+async def _next(stream: AsyncIterator[Chunk]) -> Chunk:
+    return await anext(stream)
