@@ -113,6 +113,11 @@ class Staging(Protocol):
         """Remove what this attempt wrote. Safe at any time; does nothing after a seal."""
         ...
 
+    async def leave(self) -> None:
+        """End this process's part of an attempt that another process seals or abandons; what it
+        wrote stays. Does nothing after a seal."""
+        ...
+
 
 class Store(Protocol):
     """A root with one pointer, many runs, and leases. All methods raise Unavailable when the

@@ -84,6 +84,10 @@ class LocalStaging:
         await self._store.run(lambda: self._store.files.remove_tree(self._staging))
         self._finish()
 
+    async def leave(self) -> None:
+        """Give up this process's lock and touch nothing."""
+        self._finish()
+
     def _check_open(self) -> None:
         if self._release is None:
             raise Conflict(f"the attempt at {self._prefix} has ended", prefix=self._prefix)
