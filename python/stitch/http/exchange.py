@@ -107,6 +107,10 @@ class Exchange:
             await self._change()
         return True
 
+    def peek(self) -> bytes:
+        """What is held of the body, left where it is."""
+        return b"".join(self._chunks)
+
     def take(self) -> bytes:
         """What is held of the body; the caller owns it."""
         chunks, self._chunks = self._chunks, []

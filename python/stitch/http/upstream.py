@@ -31,26 +31,29 @@ class UpstreamLost(Unavailable):
     code = "UpstreamLost"
 
 
-def origin_of(url: str) -> tuple[str, int]:
-    """Host and port of an `http://` URL. Raises: InvalidInput."""
+def origin_of(url: str) -> tuple[str, int, bool]:
+    """Host, port, and whether TLS is spoken, of a base URL. Raises: InvalidInput."""
     parts = urlsplit(url)
+    tls = parts.scheme == "https"
     try:
-        port = parts.port or 80
+        port = parts.port or (443 if tls else 80)
     except ValueError:
         port = 0
-    if parts.scheme != "http" or not parts.hostname or not port:
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port:
         raise InvalidInput(f"{url!r} is not an http://HOST:PORT address", param="url")
-    return parts.hostname, port
+    if parts.path not in ("", "/") or parts.query:
+        raise InvalidInput(f"{url!r} has a path; give the replica's bare address", param="url")
+    return parts.hostname, port, tls
 
 
 class Upstream:
     """A pool of connections to one origin. Owned by one event loop."""
 
     def __init__(self, url: str, *, limits: UpstreamLimits, env: Env) -> None:
-        self.host, self.port = origin_of(url)
+        self.host, self.port, self._tls = origin_of(url)
         self.limits = limits
         self.clock = env.clock
-        self.authority = f"{self.host}:{self.port}".encode()
+        self.authority = urlsplit(url).netloc.rpartition("@")[2].encode()
         self.idle: list[UpstreamConnection] = []
         self.open: set[UpstreamConnection] = set()
         self.closed = False
@@ -117,7 +120,10 @@ class Upstream:
         try:
             async with self.clock.timeout(self.limits.connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(self, UpstreamLost), self.host, self.port
+                    lambda: UpstreamConnection(self, UpstreamLost),
+                    self.host,
+                    self.port,
+                    ssl=True if self._tls else None,
                 )
         except (OSError, TimeoutError) as error:
             raise UpstreamLost(

@@ -1,0 +1,217 @@
+"""The gateway's knowledge of one pool: members, their reports, the freshest pointer.
+
+Everything lives on one event loop. Reports are hints: a replica decides again at admission.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from stitch.env import Clock, Env
+from stitch.gateway.config import GatewayConfig
+from stitch.http.upstream import Upstream
+from stitch.pools.base import Member
+from stitch.reconciler.base import ReplicaReport
+from stitch.types import Ref, ReplicaState
+
+__all__ = ["Roster", "Seat"]
+
+_RETIRED_MAX = 16
+
+
+class Seat:
+    """One member as the gateway sees it.
+
+    in_flight: requests reserved or running through this gateway. failures: consecutive ones.
+    avoid_until: back-pressure, on the monotonic clock; a new report ends it.
+    """
+
+    def __init__(self, member: Member, upstream: Upstream) -> None:
+        self.member = member
+        self.upstream = upstream
+        self.report: ReplicaReport | None = None
+        self.reported_at = 0.0
+        self.in_flight = 0
+        self.picks = 0
+        self.failures = 0
+        self.reachable = True
+        self.avoid_until = 0.0
+        self.problem: str | None = None
+        self.stamp = 0
+        self._retired: deque[str] = deque(maxlen=_RETIRED_MAX)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be routed to: reachable, and ready by its own word."""
+        report = self.report
+        return (
+            self.reachable
+            and self.problem is None
+            and report is not None
+            and report.state is ReplicaState.READY
+        )
+
+    @property
+    def joining(self) -> bool:
+        """Whether it may still become ready."""
+        if self.ready or self.problem is not None:
+            return False
+        report = self.report
+        return report is None or report.state not in (ReplicaState.FAILED, ReplicaState.DRAINING)
+
+    @property
+    def load(self) -> int:
+        """Running plus queued, by our count or by its own, whichever is more."""
+        report = self.report
+        return (
+            self.in_flight
+            if report is None
+            else max(self.in_flight, report.running + report.waiting)
+        )
+
+    def accept(self, report: ReplicaReport, now: float) -> bool:
+        """Take in a report unless it is older than what is known. True if taken."""
+        known = self.report
+        if known is not None and known.incarnation == report.incarnation:
+            if report.seq < known.seq:
+                return False
+        elif report.incarnation in self._retired:
+            return False
+        elif known is not None:
+            self._retired.append(known.incarnation)
+        self.report = report
+        self.reported_at = now
+        self.avoid_until = 0.0
+        self.stamp += 1
+        return True
+
+
+class Roster:
+    """All members of the pool, and who waits for news of them."""
+
+    def __init__(self, *, config: GatewayConfig, env: Env) -> None:
+        self.config = config
+        self.clock: Clock = env.clock
+        self.seats: dict[str, Seat] = {}
+        self.latest: Ref | None = None
+        self.discovery_error: str | None = "not asked yet"
+        self.discovered_at = env.clock.monotonic()
+        self.version = 0
+        self._env = env
+        self._runs: dict[str, None] = {}
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def apply(self, members: Iterable[Member]) -> tuple[list[Seat], list[Seat]]:
+        """Take in a member list. Returns: seats that joined and seats that left."""
+        wanted = {member.id: member for member in members}
+        left = [seat for key, seat in self.seats.items() if wanted.get(key) != seat.member]
+        for seat in left:
+            del self.seats[seat.member.id]
+            self._close_later(seat.upstream)
+        joined = []
+        for key, member in wanted.items():
+            if key not in self.seats:
+                upstream = Upstream(member.url, limits=self.config.replica, env=self._env)
+                self.seats[key] = seat = Seat(member, upstream)
+                joined.append(seat)
+        if joined or left:
+            self.notify()
+        return joined, left
+
+    def take_report(self, seat: Seat, report: ReplicaReport) -> None:
+        """A report came in on the member's own stream."""
+        before = None if seat.report is None else seat.report.latest
+        if not seat.accept(report, self.clock.monotonic()):
+            return
+        self.succeeded(seat)
+        if report.latest is not None:
+            self._see_latest(report.latest, before)
+        self.notify()
+
+    def failed(self, seat: Seat) -> None:
+        """A connection or stream failed. The member is left out only after several in a row."""
+        seat.failures += 1
+        if seat.reachable and seat.failures >= self.config.failures_max:
+            seat.reachable = False
+            self.notify()
+
+    def succeeded(self, seat: Seat) -> None:
+        """The member answered."""
+        seat.failures = 0
+        if not seat.reachable:
+            seat.reachable = True
+            self.notify()
+
+    def released(self, seat: Seat) -> None:
+        """A request of the member ended."""
+        seat.in_flight -= 1
+        assert seat.in_flight >= 0, seat.member.id
+        if self._waiters:
+            self.notify()
+
+    @property
+    def ready(self) -> Sequence[Seat]:
+        """Members that can be routed to."""
+        return [seat for seat in self.seats.values() if seat.ready]
+
+    @property
+    def waiting(self) -> int:
+        """Requests waiting for news."""
+        return len(self._waiters)
+
+    def notify(self) -> None:
+        """Something changed: let waiting requests look again, oldest first."""
+        self.version += 1
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def change(self, limit_s: float) -> None:
+        """Wait for the next change, at most `limit_s`."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            async with self.clock.timeout(limit_s):
+                await waiter
+        except TimeoutError:
+            return
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiters.remove(waiter)
+
+    async def close(self) -> None:
+        """Drop all members."""
+        self.apply([])
+        if self._closing:
+            await asyncio.wait(set(self._closing))
+
+    def _see_latest(self, latest: Ref, before: Ref | None) -> None:
+        """Keep the freshest pointer: the higher number within a run; of two runs, the one not
+        seen before, or the one that a replica moved to from ours."""
+        known = self.latest
+        if known is None or known.run_id == latest.run_id:
+            if known is None or latest.version > known.version:
+                self.latest = latest
+        elif latest.run_id not in self._runs or (
+            before is not None and before.run_id == known.run_id
+        ):
+            self.latest = latest
+        self._runs[latest.run_id] = None
+
+    def _close_later(self, upstream: Upstream) -> None:
+        """Let requests that still run on a member that left end by themselves."""
+
+        async def close() -> None:
+            end = self.clock.monotonic() + self.config.close_s
+            while len(upstream.open) > len(upstream.idle) and self.clock.monotonic() < end:
+                await self.clock.sleep(0.05)
+            await upstream.close()
+
+        task = asyncio.get_running_loop().create_task(close(), name="member-close")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
