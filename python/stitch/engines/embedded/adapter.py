@@ -129,7 +129,10 @@ class EmbeddedEngine:
 
     async def flush(self) -> bool:
         """Drop the shared prefix cache."""
-        raw = await self.call("POST", "/flush_cache", {}, deadline_s=self._timeouts.control_s)
+        try:
+            raw = await self.call("POST", "/flush_cache", {}, deadline_s=self._timeouts.control_s)
+        except InvalidInput:
+            return False  # requests run; the engine says so and flushes nothing
         return raw.get("flushed") is True
 
     async def abort(self, rid: str) -> None:

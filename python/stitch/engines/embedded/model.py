@@ -25,7 +25,7 @@ __all__ = ["LoadedModel", "RowTiledLinear", "load_model"]
 ARCHITECTURES: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-class RowTiledLinear(torch.nn.Linear):
+class RowTiledLinear(torch.nn.Linear):  # type: ignore[misc]
     """A linear layer that can be told to multiply ROW_TILE rows at a time.
 
     BLAS may sum in another order for another row count. Where the boot probe finds that,

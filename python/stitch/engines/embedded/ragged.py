@@ -16,7 +16,14 @@ import torch
 
 from stitch.engines.embedded.kv import PAGE_TOKENS, SCRATCH_PAGE, PagePool
 
-__all__ = ["ATTENTION_NAME", "ROW_TILE", "RaggedBatch", "Stretch", "build_batch", "ragged_attention"]
+__all__ = [
+    "ATTENTION_NAME",
+    "ROW_TILE",
+    "RaggedBatch",
+    "Stretch",
+    "build_batch",
+    "ragged_attention",
+]
 
 ATTENTION_NAME: Final = "stitch_ragged"
 ROW_TILE: Final = 16
@@ -178,7 +185,8 @@ def ragged_attention(
         added = _weighted(shares, block_values, (kv_heads, count))
         mixed[:, :count] = mixed[:, :count] * kept + added
         top[:, :count] = raised
-    assert mixed is not None and total is not None, "a batch has at least one key block"
+    assert mixed is not None, "a batch has at least one key block"
+    assert total is not None, "set together with mixed"
     result = (mixed / total).view(kv_heads, tiles, group, TILE_QUERIES, dim).transpose(1, 2)
     result = result.reshape(heads, tiles * TILE_QUERIES, dim)[:, ragged.unpack]
     return result.transpose(0, 1).unsqueeze(0).to(query.dtype), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ class Runner:
             # The same tokens in uneven pieces, each time between two other requests.
             cuts = [0, 1, 2, 5, length // 2, length - 1, length]
             parts = []
-            for start, end in zip(cuts, cuts[1:], strict=False):
+            for start, end in itertools.pairwise(cuts):
                 if start >= end:
                     continue
                 mates = [Stretch(tokens[i][:end], 0, tables[i]) for i in (1, 2)]

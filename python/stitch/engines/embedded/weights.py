@@ -147,7 +147,7 @@ class LiveWeights:
             held = self.tensors[self.aliases.get(name, name)]
             lane = lane_bytes_for(held.shape, bits_of(held.dtype))
             data = _narrow(name, self._live[name], held.dtype)
-            sums[name] = additive_lanes(memoryview(data).cast("B"), lane_bytes=lane)
+            sums[name] = additive_lanes(data.view(np.uint8).data, lane_bytes=lane)
         return sums
 
 
@@ -170,12 +170,13 @@ def widen(data: Buffer, dtype: str, compute: torch.dtype) -> torch.Tensor:
 def _narrow(name: str, live: torch.Tensor, dtype: str) -> Array:
     flat = live.detach().reshape(-1)
     if flat.dtype == torch.bfloat16:
-        return np.ascontiguousarray(flat.view(torch.int16).numpy())
-    values = flat.numpy()
+        stored: Array = np.ascontiguousarray(flat.view(torch.int16).numpy())
+        return stored
+    values: Array = flat.numpy()
     if dtype == "F32":
         return values
     if dtype == "F16":
-        narrow = values.astype(np.float16)
+        narrow: Array = values.astype(np.float16)
         if not np.array_equal(narrow.astype(np.float32).view(np.uint32), values.view(np.uint32)):
             raise CorruptData(f"live {name} holds values that float16 cannot", tensor=name)
         return narrow
