@@ -39,7 +39,7 @@ OUTSIDE_ALLOWED = (
     "commands/",
     "engines/embedded/",
     "demo/",
-    "local.py",
+    "local/",
     "cli.py",
 )
 BANNED_CALLS = {
