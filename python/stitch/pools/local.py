@@ -8,7 +8,6 @@ the last answer for a bounded time.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from stitch.env import Env
 from stitch.errors import Unavailable, Unsupported
 from stitch.pools.addresses import normalize_address
 from stitch.pools.base import Member
-from stitch.pools.nudge import Nudger
+from stitch.pools.nudge import wake_all
 
 __all__ = ["FilePool", "read_members", "write_members"]
 
@@ -66,7 +65,7 @@ def read_members(env: Env, path: Path) -> list[Member]:
 
 
 class FilePool:
-    """A pool whose members another process keeps in a file.
+    """A pool whose members another process keeps in a file. May be used from several event loops.
 
     Args:
         poll_s: how often `watch` looks at the file.
@@ -89,11 +88,11 @@ class FilePool:
         self._poll_s = poll_s
         self._stale_s_max = stale_s_max
         self._scale = scale
-        self._nudger = Nudger(env, deadline_s=wake_deadline_s)
-        self._closed = asyncio.Event()
+        self._wake_deadline_s = wake_deadline_s
+        self._closed = False
 
     async def members(self) -> Sequence[Member]:
-        if self._closed.is_set():
+        if self._closed:
             raise Unavailable("the pool is closed")
         return read_members(self._env, self._path)
 
@@ -101,7 +100,7 @@ class FilePool:
         """See `Pool.watch`. Raises: Unavailable once discovery failed for `stale_s_max`."""
         shown: list[Member] | None = None
         answered = self._env.clock.monotonic()
-        while not self._closed.is_set():
+        while not self._closed:
             try:
                 found = read_members(self._env, self._path)
             except Unavailable:
@@ -113,20 +112,14 @@ class FilePool:
                     shown = found
                     yield list(found)
                     continue
-            await self._pause()
-
-    async def _pause(self) -> None:
-        try:
-            async with self._env.clock.timeout(self._poll_s):
-                await self._closed.wait()
-        except TimeoutError:
-            return
+            await self._env.clock.sleep(self._poll_s)
 
     async def wake(self) -> int:
         try:
-            return await self._nudger.wake(await self.members())
+            members = await self.members()
         except Unavailable:
             return 0
+        return await wake_all(members, env=self._env, deadline_s=self._wake_deadline_s)
 
     async def scale(self, replicas: int) -> None:
         if self._scale is None:
@@ -134,5 +127,4 @@ class FilePool:
         await self._scale(replicas)
 
     async def close(self) -> None:
-        self._closed.set()
-        await self._nudger.close()
+        self._closed = True

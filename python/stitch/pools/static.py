@@ -9,7 +9,7 @@ from stitch.env import Env
 from stitch.errors import InvalidInput, Unavailable, Unsupported
 from stitch.pools.addresses import members_of
 from stitch.pools.base import Member
-from stitch.pools.nudge import Nudger
+from stitch.pools.nudge import wake_all
 
 __all__ = ["StaticPool"]
 
@@ -30,7 +30,8 @@ class StaticPool:
                 "no replica address has a host; give at least one as http://HOST:PORT",
                 param="replicas",
             )
-        self._nudger = Nudger(env, deadline_s=wake_deadline_s)
+        self._env = env
+        self._wake_deadline_s = wake_deadline_s
         self._closed = asyncio.Event()
 
     async def members(self) -> Sequence[Member]:
@@ -44,7 +45,9 @@ class StaticPool:
             await self._closed.wait()
 
     async def wake(self) -> int:
-        return 0 if self._closed.is_set() else await self._nudger.wake(self._members)
+        if self._closed.is_set():
+            return 0
+        return await wake_all(self._members, env=self._env, deadline_s=self._wake_deadline_s)
 
     async def scale(self, replicas: int) -> None:
         raise Unsupported(
@@ -53,4 +56,3 @@ class StaticPool:
 
     async def close(self) -> None:
         self._closed.set()
-        await self._nudger.close()

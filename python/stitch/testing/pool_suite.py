@@ -15,8 +15,10 @@ from typing import Any, Final, Protocol
 
 from aiohttp import web
 
+from stitch.env import Env
 from stitch.errors import Unavailable, Unsupported
 from stitch.pools.base import Member, Pool
+from stitch.pools.nudge import wake_all
 
 __all__ = ["BROKEN", "CASES", "BrokenPool", "FakeMember", "PoolHarness", "run_case"]
 
@@ -481,15 +483,9 @@ class _RaisingWake(_Wrapped):
 
 class _SerialWake(_Wrapped):
     async def wake(self) -> int:
-        from stitch.env import Env
-        from stitch.pools.nudge import Nudger
-
-        nudger, count = Nudger(Env(), deadline_s=1.0), 0
-        try:
-            for member in await self.inner.members():
-                count += await nudger.wake([member])
-        finally:
-            await nudger.close()
+        count = 0
+        for member in await self.inner.members():
+            count += await wake_all([member], env=Env(), deadline_s=1.0)
         return count
 
 
