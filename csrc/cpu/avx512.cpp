@@ -81,6 +81,17 @@ __m512i half_product(__m512i value, const uint64_t* keys, __m512i block) {
 
 uint64_t half_product(uint64_t z) { return (z & 0xFFFFFFFF) * (z >> 32); }
 
+// The intrinsics that reduce add as signed numbers, which may overflow; these sums must wrap.
+uint64_t reduce_add64(__m512i value) {
+  uint64_t parts[8];
+  _mm512_storeu_si512(parts, value);
+  uint64_t sum = 0;
+  for (const uint64_t part : parts) {
+    sum += part;
+  }
+  return sum;
+}
+
 uint64_t reduce_add32(__m512i value) {
   uint32_t parts[16];
   _mm512_storeu_si512(parts, value);
@@ -113,10 +124,8 @@ void additive(const uint8_t* data, size_t lane_count, const AdditiveRun* run, ui
   if constexpr (kLaneBytes != 8) {
     values1 = values0;  // equal halves: the rotation changes nothing
   }
-  uint64_t s0 =
-      static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(products0, values0)));
-  uint64_t s1 =
-      static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(products1, values1)));
+  uint64_t s0 = reduce_add64(_mm512_add_epi64(products0, values0));
+  uint64_t s1 = reduce_add64(_mm512_add_epi64(products1, values1));
   for (; i < lane_count; ++i) {
     uint64_t x = 0;
     memcpy(&x, data + i * kLaneBytes, kLaneBytes);
