@@ -167,7 +167,7 @@ class CopyingDestination:
         self._pending_of(staged)
         for reply in await self._ranks.send(RankOrder("", 0, "state")):
             found = (reply.data.get("attempt"), reply.data.get("step"))
-            if found != (staged.attempt, "stage"):
+            if found != (staged.attempt, "staged"):
                 raise ActivationFailed(
                     f"rank {reply.rank} is not ready to commit attempt {staged.attempt}: it is "
                     f"at {found[1]} of attempt {found[0]}",
