@@ -14,11 +14,19 @@ import logging
 from stitch.destinations.base import StageRequest
 from stitch.engines.base import Engine, Health
 from stitch.env import Env
-from stitch.errors import EngineUnavailable, NotVisibleYet, ReplicaLost, StitchError, Unavailable
+from stitch.errors import (
+    EngineUnavailable,
+    NotReady,
+    NotVisibleYet,
+    ReplicaLost,
+    StitchError,
+    Unavailable,
+)
 from stitch.reconciler.activate import Activated, Activator
 from stitch.reconciler.config import DestinationFactory
 from stitch.reconciler.decide import (
     Activate,
+    BaseMatch,
     Idle,
     Observed,
     Refuse,
@@ -191,6 +199,8 @@ class Driver:
             self._store, self._seen, env=self._env, deadline_s=self._config.visible_deadline_s
         )
         self._see(latest)
+        if latest is not None and life.held is not None and not life.base_judged:
+            await self._judge_base(life, latest)
         served = life.held
         seen = Observed(
             known=life.known,
@@ -207,6 +217,30 @@ class Driver:
                 return dataclasses.replace(seen, fork=fork)
         return seen
 
+    async def _judge_base(self, life: Life, latest: Ref) -> None:
+        """The boot checkpoint was named before its run had a record; now there may be one.
+
+        If the record disproves it, the name was wrong: nothing is served under it any longer.
+        """
+        boot = life.held
+        if boot is None or boot.run_id != latest.run_id:
+            return
+        match = await self._match_boot(life, boot)
+        life.base_judged = match != "unproven"
+        if match == "differs":
+            life.held = None
+            self._gate.open(None)
+            self._gate.abort_all(
+                NotReady(
+                    f"the checkpoint served as {boot} is not the base of that run",
+                    run_id=boot.run_id,
+                    target_version=None,
+                    applied=None,
+                    reason="behind",
+                )
+            )
+            await life.control.label(life.next_attempt(), None)
+
     async def _with_boot(self, life: Life, seen: Observed) -> Observed:
         """What the boot checkpoint counts as, and whether the store proves or disproves it."""
         boot = self._config.boot
@@ -215,6 +249,12 @@ class Driver:
                 return seen
             record = await run_record(self._store, seen.latest.run_id)
             boot = Ref(record.run_id, record.boot_version)
+        match = await self._match_boot(life, boot)
+        life.base_judged = match != "unproven"
+        return dataclasses.replace(seen, boot=boot, boot_match=match)
+
+    async def _match_boot(self, life: Life, boot: Ref) -> BaseMatch:
+        """Compare the bytes held with what the store says that `boot` is."""
         found = await load_run(self._store, boot.run_id)
         declared = None
         if found is not None and boot.version == found.boot_version:
@@ -224,8 +264,8 @@ class Driver:
                 manifest, _ = await read_manifest(self._store, found, boot.version)
                 declared = None if manifest is None else manifest.target_digest
         match = match_base(life.destination.digest, declared)
-        self._status.base = {"equal": "proven"}.get(match, match)
-        return dataclasses.replace(seen, boot=boot, boot_match=match)
+        self._status.base = "proven" if match == "equal" else match
+        return match
 
     def _see(self, latest: Ref | None) -> None:
         if latest is not None:
@@ -404,9 +444,9 @@ class Driver:
         record.swap_s = done.swap_s
         record.recompute_s = done.recompute_s
         record.drain_s = done.drain_s
-        life = self._life
-        if life is not None:
-            life.superseded = 0
+        if self._life is not None:
+            # The boot checkpoint's name matters no more: what is served was verified on its own.
+            self._life.superseded, self._life.base_judged = 0, True
         if self._status.base == "differs":
             self._status.base = "proven"
         log.info(

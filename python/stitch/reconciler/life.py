@@ -21,7 +21,8 @@ class Life:
     """Owned by the reconciler's task.
 
     known: the live weights are proven to be the destination's canonical state. held: the ref of
-    that state, None while it has no name. proven: the destination proved or listed its ranks.
+    that state, None while it has no name. base_judged: the store proved or disproved the boot
+    checkpoint's name, or it no longer matters. proven: the destination proved or listed its ranks.
     staged: a prepared target, and how often in a row it superseded an older one.
     """
 
@@ -34,6 +35,7 @@ class Life:
     known: bool = False
     proven: bool = False
     held: Ref | None = None
+    base_judged: bool = False
     staged: Staged | None = None
     superseded: int = 0
 

@@ -163,7 +163,7 @@ class ScriptedRun:
         attempt = self.env.random.nonce()
         file = self._delta(attempt, new, encoding) if kind is Kind.DELTA else None
         if kind is Kind.ANCHOR:
-            file = anchor_file(data_file_name(attempt, 1, 1, kind), list(new.values()))
+            file = anchor_file(data_file_name(attempt, 0, 1, kind), list(new.values()))
         if file is not None and damage:
             file = _damaged(file)
         manifest = to_json_bytes(self._manifest(ref, kind, attempt, new, file, encoding))
