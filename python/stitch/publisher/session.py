@@ -53,8 +53,14 @@ class Session:
         return self.record.run_id
 
     async def check_pointer(self) -> None:
-        """Notice another writer before anything is written. Raises: Conflict (fencing)."""
-        self._take_back(await self.store.read_pointer(), lost=False)
+        """Notice another writer before anything is written. An old value is no proof: some stores
+        read behind their writes, and the swap decides. Raises: Conflict (fencing)."""
+        found = await self.store.read_pointer()
+        ref = parse_stored_pointer(found.text)
+        if found.text in self.ours or ref is None:
+            return
+        if ref.run_id != self.run_id or ref.version > self.pointer.version:
+            self._take_back(found, lost=True)
 
     async def move_pointer(self, ref: Ref) -> None:
         """Point to a sealed version, durably.

@@ -54,7 +54,9 @@ def _case(case: PublisherCase) -> PublisherCase:
     def run(make: MakePublisher, open_client: OpenClient) -> None:
         try:
             case(make, open_client)
-        except StitchError as error:
+        except AssertionError:
+            raise
+        except Exception as error:
             raise AssertionError(f"{case.__name__}: {type(error).__name__}: {error}") from error
 
     return run
@@ -396,7 +398,7 @@ def second_publisher_loses(make: MakePublisher, open_client: OpenClient) -> None
 
 @_case
 def sealed_above_the_pointer_is_not_adopted(make: MakePublisher, open_client: OpenClient) -> None:
-    """A version sealed by a writer that died before the pointer: equal bytes go on, others don't."""
+    """A version sealed by a writer that died before the pointer: equal bytes go on, others not."""
     watcher, store = _watched(open_client)
     with make(store, run_id="a") as publisher:
         publisher.publish(model()).wait(WAIT_S)
@@ -480,7 +482,8 @@ def fork_starts_a_run_from_the_pointer(make: MakePublisher, open_client: OpenCli
     with make(store, run_id="b", fork_from="pointer") as forked:
         assert forked.claim() == Ref("b", 2)
         record = _do(load_run(store, "b"))
-        assert record is not None and record.forked_from is not None, "the fork has no origin"
+        assert record is not None, "the fork has no record"
+        assert record.forked_from is not None, "the fork has no origin"
         point = record.forked_from
         assert (point.run_id, point.version) == ("a", 2), f"the origin is {point}"
         assert point.manifest_digest == published.manifest_digest
