@@ -49,6 +49,7 @@ class Exchange:
         "_chunks",
         "_connection",
         "_head_future",
+        "_held",
         "_sink",
         "_waiter",
         "answered",
@@ -67,6 +68,7 @@ class Exchange:
         self._head_future: asyncio.Future[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._chunks: list[bytes] = []
+        self._held = False
         self._sink: Callable[[bytes], None] | None = None
         self.answered = False
         self.content_type = b""
@@ -121,10 +123,10 @@ class Exchange:
 
         Raises: what the pool raises for a lost exchange, after all that came was handed over.
         """
+        self._sink = sink
+        self._read_on()
         if self._chunks:
             sink(self.take())
-        self._sink = sink
-        self.resume()
         try:
             while not self.done:
                 if self.error is not None:
@@ -134,14 +136,15 @@ class Exchange:
             self._sink = None
 
     def pause(self) -> None:
-        """Stop reading from the upstream."""
+        """Stop reading from the upstream until `resume`: its reader is behind."""
+        self._held = True
         if self._connection is not None:
             self._connection.pause()
 
     def resume(self) -> None:
         """Read on."""
-        if self._connection is not None:
-            self._connection.resume()
+        self._held = False
+        self._read_on()
 
     def cancel(self) -> None:
         """Give up the rest: the connection is cut, unless the body is whole already."""
@@ -149,13 +152,16 @@ class Exchange:
             self._connection.abort()
 
     async def _change(self) -> None:
-        if self._sink is None:
-            self.resume()
+        self._read_on()
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
         finally:
             self._waiter = None
+
+    def _read_on(self) -> None:
+        if self._connection is not None and not self._held:
+            self._connection.resume()
 
     # The connection's side.
 

@@ -193,6 +193,12 @@ class Response:
         if self._writable is not None:
             await self._writable.wait()
 
+    def feed_from(self, source: Source | None) -> None:
+        """From now on `source` is told when the client is behind."""
+        self.source = source
+        if source is not None and self._writable is not None:
+            source.pause()
+
     def hold(self) -> None:
         """The connection's buffer is full."""
         if self._writable is None:

@@ -106,7 +106,7 @@ async def deliver(
     if exchange.done:
         response.send_raw(head, exchange.take())
         return None
-    response.source = exchange
+    response.feed_from(exchange)
     response.begin(head, exchange.length)
     readable = exchange.event_stream and b"\r\ncontent-encoding:" not in exchange.head.lower()
     tail = tail or StreamTail(response)

@@ -146,7 +146,7 @@ class Passage:
     async def _pass_stream(self, exchange: Exchange) -> None:
         """An event stream whose events are labelled here, one by one."""
         response = self._response
-        response.source = exchange
+        response.feed_from(exchange)
         response.begin(exchange.head + self._extra, None)
         try:
             await exchange.pipe(relabel_stream(self._tail.write, self._stamp))
@@ -162,9 +162,10 @@ class Passage:
         for rid in self._rids:
             await self._sidecar.abort_generation(rid)
         exchange, response = self._exchange, self._response
-        response.source = None
+        response.feed_from(None)
         rest = b""
         if exchange is not None:
+            exchange.resume()
             try:
                 async with self._sidecar.clock.timeout(self._sidecar.config.partial_s):
                     await exchange.head_arrived()
