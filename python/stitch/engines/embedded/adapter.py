@@ -165,7 +165,7 @@ class EmbeddedEngine:
         """One control call.
 
         Raises: EngineUnavailable on a lost connection, a passed deadline or a 5xx;
-            ActivationFailed for 409; InvalidInput for another 4xx.
+            ActivationFailed if the engine says so; InvalidInput for a 4xx.
         """
         data = None if body is None else orjson.dumps(body)
         headers = {"content-type": "application/json"} if data is not None else {}
@@ -186,8 +186,9 @@ class EmbeddedEngine:
             answer = None
         if status == 200 and isinstance(answer, dict):
             return answer
-        message = f"{method} {url} answered {status}: {_message(answer)}"
-        if status == 409:
+        code, reason = _error(answer)
+        message = f"{method} {url} answered {status}: {reason}"
+        if code == ActivationFailed.code:
             raise ActivationFailed(message)
         if 400 <= status < 500:
             raise InvalidInput(message)
@@ -224,10 +225,9 @@ def _joined(key: str, own: Any) -> str:
     return key if own is None else f"{key}|{own}"
 
 
-def _message(answer: Any) -> str:
-    if isinstance(answer, dict):
-        error = answer.get("error")
-        if isinstance(error, dict) and "message" in error:
-            return str(error["message"])
-        return str(answer.get("message", "no message"))
-    return "no JSON object"
+def _error(answer: Any) -> tuple[str, str]:
+    """Code and message of an error answer."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(error, dict):
+        return "", "no error object"
+    return str(error.get("code", "")), str(error.get("message", "no message"))

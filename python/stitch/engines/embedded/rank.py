@@ -34,12 +34,13 @@ log = logging.getLogger(__name__)
 class LiveEngine(Protocol):
     """What the rank needs of the scheduler."""
 
-    label: Label | None
-
+    @property
+    def label(self) -> Label | None: ...
     @property
     def paused(self) -> bool: ...
     def call(self, work: Callable[[], T]) -> Future[T]: ...
     def weights_changing(self) -> None: ...
+    def set_label(self, label: Label | None) -> None: ...
 
 
 class _Refused(Exception):
@@ -289,7 +290,4 @@ class Rank:
         return {}
 
     def _set_label(self, label: Label | None) -> None:
-        def change() -> None:
-            self.engine.label = label
-
-        self.engine.call(change).result()
+        self.engine.call(lambda: self.engine.set_label(label)).result()

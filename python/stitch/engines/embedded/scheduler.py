@@ -223,6 +223,11 @@ class Scheduler(threading.Thread):
                 generation.input_logprobs.clear()
                 generation.input_tops.clear()
 
+    def set_label(self, label: Label | None) -> None:
+        """What tokens are stamped with from the next pass on. A new epoch ends old prefixes."""
+        self.label = label
+        self.prefix_cache.clear()
+
     def flush(self) -> None:
         """Forget all cached prefixes."""
         self.prefix_cache.clear()
