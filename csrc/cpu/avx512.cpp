@@ -107,7 +107,8 @@ uint64_t reduce_add32(__m512i value) {
 // nothing; the address is computed as a number because no such object need exist.
 void prefetch_ahead(const uint8_t* data) {
   constexpr uintptr_t kAhead = 2048;
-  _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(data) + kAhead),
+  const uintptr_t address = reinterpret_cast<uintptr_t>(data) + kAhead;
+  _mm_prefetch(reinterpret_cast<const char*>(address),  // NOLINT(performance-no-int-to-ptr)
                _MM_HINT_T0);
 }
 
