@@ -273,6 +273,12 @@ A_VERSION = [
         says=("weight_v000001",),
     ),
     Damage(
+        "directory-is-a-file",
+        "a version is a directory",
+        in_directory(1, lambda d: (shutil.rmtree(d), d.write_text("x"))),
+        says=("not a directory",),
+    ),
+    Damage(
         "directory-unpadded",
         "number padded with zeros to at least 6 digits",
         in_directory(1, lambda d: d.rename(d.with_name("weight_v1"))),

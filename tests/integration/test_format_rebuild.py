@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from manifest_damages import KEY
-from publication_forge import edit_metadata, read_index, version_dir
+from publication_forge import edit_metadata, file_of, read_index, version_dir
 from stitch_tree import State, digest_of, write_chain
 
 from stitch.errors import CorruptData, Forbidden, InvalidInput, NotVisibleYet
@@ -192,3 +192,9 @@ def test_errors_carry_file_tensor_and_reason(root: Path, base: Checkpoint, tmp_p
     assert fields["file"].endswith(".safetensors")
     assert fields["tensor"] in base.tensors
     assert "8 hex digits" in fields["reason"]
+    file = file_of(updates, 2, "lm_head.weight")
+    file.entry("lm_head.weight")["shape"] = [1]
+    file.save()
+    with pytest.raises(CorruptData) as caught:
+        PublicationReader.open(version_dir(updates, 2))
+    assert caught.value.fields["tensor"] == "lm_head.weight"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
+from stitch import _core
 from stitch.errors import CorruptData, InvalidInput, Unsupported
 from stitch.format.dtypes import DTYPE_BITS, nbytes_of
 from stitch.format.tensors import RawTensor, as_raw_tensors
@@ -120,3 +123,25 @@ def test_sizes() -> None:
     with pytest.raises(Unsupported):
         nbytes_of("F4_X", (2,))
     assert all(bits in (4, 6, 8, 16, 32, 64) for bits in DTYPE_BITS.values())
+
+
+@pytest.mark.parametrize("dtype", [*DTYPE_BITS, "F4_X", "F8_E8M1", "U4", "", "f32"])
+def test_the_native_header_parser_knows_the_same_dtypes(dtype: str) -> None:
+    nbytes = nbytes_of(dtype, (8,)) if dtype in DTYPE_BITS else 8
+    header = json.dumps({"a": {"dtype": dtype, "shape": [8], "data_offsets": [0, nbytes]}}).encode()
+    head = len(header).to_bytes(8, "little") + header
+    if dtype in DTYPE_BITS:
+        ((name, found, shape, begin, end),), _, at = _core.parse_safetensors_header(
+            head, len(head) + nbytes
+        )
+        assert (name, found, tuple(shape), begin, end, at) == (
+            "a",
+            dtype,
+            (8,),
+            0,
+            nbytes,
+            len(head),
+        )
+    else:
+        with pytest.raises((CorruptData, Unsupported)):
+            _core.parse_safetensors_header(head, len(head) + nbytes)

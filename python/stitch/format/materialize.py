@@ -65,10 +65,8 @@ def materialize(
             directory = stack.enter_context(atomic_directory(out, env))
             return _write(held, chain, directory, version, base_version, env, threads, on_progress)
     except OSError as error:
-        name = f" {error.filename}" if error.filename else ""
-        raise Unavailable(
-            f"cannot write {out}:{name} {error.strerror or error}", errno=error.errno
-        ) from error
+        what = error.filename if error.filename else f"cannot write {out}"
+        raise Unavailable(f"{what}: {error.strerror or error}", errno=error.errno) from error
 
 
 def open_base(base: Path) -> Checkpoint:

@@ -91,6 +91,9 @@ class PublicationReader:
         """
         directory = Path(directory)
         number = _expected_number(directory, expect)
+        if directory.exists() and not directory.is_dir():
+            reason = "it is not a directory"
+            raise CorruptData(f"{directory.name}: {reason}", file=directory.name, reason=reason)
         if not directory.is_dir():
             raise NotVisibleYet(f"{directory.name} is not there", file=str(directory))
         try:

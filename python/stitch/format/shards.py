@@ -24,6 +24,8 @@ __all__ = [
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 INDEX_SIZE_MAX: Final = 64 * 2**20
+# How the native header parser names the tensor at fault.
+_NAMED_TENSOR = re.compile(r"tensor '(.*?)':")
 _FILE_NAME = re.compile(r"[^/\\\0-\x1f\x7f]{1,255}")
 
 
@@ -132,7 +134,13 @@ def open_shard(directory: Path, name: str, *, confined: bool, missing: type[Stit
         )
     except StitchError as error:
         file.close()
-        raise CorruptData(f"{name}: {error.message}", file=name, reason=error.message) from error
+        named = _NAMED_TENSOR.search(error.message)
+        raise CorruptData(
+            f"{name}: {error.message}",
+            file=name,
+            tensor=named[1] if named else None,
+            reason=error.message,
+        ) from error
     tensors = tuple(
         StoredTensor(tensor, dtype, tuple(shape), path, data_at + begin, end - begin)
         for tensor, dtype, shape, begin, end in entries
