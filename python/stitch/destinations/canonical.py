@@ -15,9 +15,23 @@ from stitch.errors import CorruptData
 from stitch.format.checkpoint import Checkpoint
 from stitch.format.mapping import MappedFile
 from stitch.format.publication import PublicationReader
-from stitch.format.rebuild import RebuiltTensor, TensorInfo, rebuild
+from stitch.format.rebuild import (
+    RebuildReport,
+    RebuiltTensor,
+    TensorInfo,
+    TensorSource,
+    rebuild,
+)
 
-__all__ = ["CanonicalState", "compacted", "open_boot", "rebuilt"]
+__all__ = [
+    "CanonicalState",
+    "MappedState",
+    "chain_legs",
+    "compacted",
+    "fold_legs",
+    "open_boot",
+    "rebuilt",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +76,7 @@ class MappedState:
 class _Layered:
     """A source with some tensors replaced by rebuilt ones held in memory."""
 
-    def __init__(self, below: MappedState | _Layered, over: Sequence[RebuiltTensor]) -> None:
+    def __init__(self, below: TensorSource, over: Sequence[RebuiltTensor]) -> None:
         self._below = below
         self._over = {tensor.name: tensor for tensor in over}
         self._sizes = {tensor.name: _Info(tensor) for tensor in over}
@@ -111,6 +125,48 @@ def open_boot(directory: Path, *, threads: int) -> CanonicalState:
     return CanonicalState(slices, checksums, digest)
 
 
+def fold_legs(
+    start: TensorSource,
+    legs: Sequence[Sequence[PublicationReader]],
+    *,
+    on_tensor: Callable[[RebuiltTensor], None],
+    threads: int,
+    everything: bool,
+    cancelled: Callable[[], bool] = lambda: False,
+    base_version: int | None = None,
+    base_checksums: Mapping[str, Checksum] | None = None,
+) -> RebuildReport:
+    """Fold a chain that may cross forks, leg by leg: a run's versions follow only each other.
+
+    base_version: the version `start` is, if it is of the first leg's run. Otherwise as
+    `rebuild`, except that tensors which only an earlier leg changed are delivered as unchanged,
+    so with several legs everything is delivered.
+    """
+    below: TensorSource = start
+    for leg in legs[:-1]:
+        over: list[RebuiltTensor] = []
+        report = rebuild(
+            below,
+            leg,
+            on_tensor=over.append,
+            threads=threads,
+            cancelled=cancelled,
+            base_version=base_version,
+            base_checksums=base_checksums,
+        )
+        below, base_checksums, base_version = _Layered(below, over), report.checksums, None
+    return rebuild(
+        below,
+        legs[-1] if legs else [],
+        on_tensor=on_tensor,
+        threads=threads,
+        cancelled=cancelled,
+        base_version=base_version,
+        base_checksums=base_checksums,
+        everything=everything or len(legs) > 1,
+    )
+
+
 def rebuilt(
     start: CanonicalState,
     chain: Sequence[Path],
@@ -123,34 +179,14 @@ def rebuilt(
 ) -> tuple[CanonicalState, int]:
     """`start` with `chain` applied; changed tensors are written to the overlay `name`.
 
-    A chain over a fork is folded leg by leg, as each run's versions follow only each other.
     base_version: the version `start` is, if it is of the chain's first run.
     Returns: the new state, and payload bytes read.
     Raises: CorruptData; RebuildCancelled; OSError when the overlay cannot be written.
     """
     with contextlib.ExitStack() as stack:
         readers = [stack.enter_context(PublicationReader.open(path)) for path in chain]
-        legs = _legs(readers)
         source = MappedState(start)
         stack.callback(source.close)
-        below: MappedState | _Layered = source
-        checksums: Mapping[str, Checksum] = start.checksums
-        bytes_read = 0
-        for leg in legs[:-1]:
-            over: list[RebuiltTensor] = []
-            report = rebuild(
-                below,
-                leg,
-                on_tensor=over.append,
-                threads=threads,
-                cancelled=cancelled,
-                base_version=base_version,
-                base_checksums=checksums,
-            )
-            below, checksums, base_version = _Layered(below, over), report.checksums, None
-            bytes_read += report.bytes_read
-        if not legs:
-            return start, 0
         writer = overlays.begin(name)
 
         def write(tensor: RebuiltTensor) -> None:
@@ -165,25 +201,24 @@ def rebuilt(
             if sum != held.checksum:
                 writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.data, sum)
 
-        report = rebuild(
-            below,
-            legs[-1],
+        report = fold_legs(
+            source,
+            chain_legs(readers),
             on_tensor=write,
             threads=threads,
+            everything=False,
             cancelled=cancelled,
             base_version=base_version,
-            base_checksums=checksums,
-            # What only an earlier leg changed is delivered too; equal bytes are not written.
-            everything=len(legs) > 1,
+            base_checksums=start.checksums,
         )
-        if report.removed:
+        missing = sorted(start.slices.keys() - report.checksums.keys())
+        if missing:
             raise CorruptData(
-                f"tensor {report.removed[0]!r} of the running model is not in the publication",
-                tensor=report.removed[0],
+                f"tensor {missing[0]!r} of the running model is not in the publication",
+                tensor=missing[0],
             )
         slices = {**start.slices, **writer.finish()}
-        state = CanonicalState(slices, report.checksums, report.model_digest)
-        return state, bytes_read + report.bytes_read
+        return CanonicalState(slices, report.checksums, report.model_digest), report.bytes_read
 
 
 def compacted(state: CanonicalState, overlays: OverlayRoot, name: str) -> CanonicalState:
@@ -200,7 +235,7 @@ def compacted(state: CanonicalState, overlays: OverlayRoot, name: str) -> Canoni
     return CanonicalState(slices, state.checksums, state.digest)
 
 
-def _legs(readers: Sequence[PublicationReader]) -> list[list[PublicationReader]]:
+def chain_legs(readers: Sequence[PublicationReader]) -> list[list[PublicationReader]]:
     """Split a chain where it crosses to another run."""
     legs: list[list[PublicationReader]] = []
     for reader in readers:

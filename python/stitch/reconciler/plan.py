@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stitch.env import Env
-from stitch.errors import CorruptData, Unavailable
+from stitch.errors import CorruptData, InvalidInput, Unavailable
 from stitch.format.publication import PublicationReader
 from stitch.format.records import foreign_run_record
 from stitch.format.wire import FORMAT_MAJOR, FORMAT_MINOR, RunRecord
@@ -123,7 +123,7 @@ async def fetch_path(
     """Find and fetch the shortest chain of publications from what is held to `target`.
 
     trust_base: a run that declares no base digest counts as starting from the boot checkpoint.
-    Raises: NotVisibleYet, Unavailable; CorruptData if no chain starts at bytes we have.
+    Raises: NotVisibleYet, Unavailable; InvalidInput if no chain starts at bytes we have.
     """
     legs: list[Path] = []
     from_boot = False
@@ -163,7 +163,7 @@ def _start_of(record: RunRecord, held: Held, trust_base: bool) -> tuple[Ref | No
         return Ref(record.forked_from.run_id, record.forked_from.version), False
     if base is None and trust_base:
         return None, True
-    raise CorruptData(
+    raise InvalidInput(
         f"run {record.run_id!r} starts from a base that this replica does not hold and has no "
         "anchor to start from; start the engine from that base, or publish an anchor",
         run_id=record.run_id,
