@@ -112,6 +112,8 @@ async def _resume(
             f"{request.boot_version}",
             param="boot_version",
         )
+    # It is there; this makes it durable, which its writer may not have lived to do.
+    await store.create(run_record_key(record.run_id), encode_run_record(record))
     ref = parse_stored_pointer(pointer.text)
     if ref is None or ref.run_id != record.run_id:
         if ref is not None and await store.list(record.updates_dir):

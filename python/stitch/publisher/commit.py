@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from stitch.checksum import blake3
 from stitch.errors import Conflict, NotVisibleYet
+from stitch.format.records import version_prefix
 from stitch.format.wire import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
@@ -101,6 +102,7 @@ async def equal_manifest(
     except NotVisibleYet:
         return None
     if manifest is not None and _is_equal(session.sealed, manifest, target_digest, changed):
+        await session.store.confirm(version_prefix(session.record, ref.version))
         return manifest, digest
     session.fence = fenced(f"{ref} is sealed already, by another writer, with other bytes")
     raise session.fence

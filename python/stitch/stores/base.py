@@ -184,6 +184,11 @@ class Store(Protocol):
         """
         ...
 
+    async def confirm(self, prefix: str) -> bool:
+        """Whether `prefix` is sealed. If it is, it is durable on return, whoever sealed it: the
+        writer may have died between making it visible and making it durable."""
+        ...
+
     def local_path(self, key: str) -> Path | None:
         """A path through which the immutable object can be mapped, or None if not local."""
         ...

@@ -32,30 +32,28 @@ class DurableFiles:
         self._durable.clear()
 
     def directory(self, path: Path) -> None:
-        """Make a directory and its parents, each durable in its own parent."""
-        if path in self._durable:
+        """Make a directory and its parents, each durable in its own parent.
+
+        Parents that exist are synced too, up to the file system's root: whoever made them may
+        have died before the sync.
+        """
+        if path in self._durable or path == path.parent:
             return
-        inside = path != self._root and path.is_relative_to(self._root)
+        self.directory(path.parent)
         existed = self._files.is_directory(path)
-        if inside or (not existed and path.parent != path):
-            self.directory(path.parent)
         if not existed:
             try:
                 self._files.make_directory(path)
             except FileExistsError:
                 if not self._files.is_directory(path):
                     raise
-        if inside or path == self._root or not existed:
-            self._sync_parent(path, existed=existed)
-        self._durable.add(path)
-
-    def _sync_parent(self, path: Path, *, existed: bool) -> None:
         try:
             self._files.sync_directory(path.parent)
-        except PermissionError:
-            # The root may have been prepared by an operator inside a folder closed to us.
-            if path != self._root or not existed:
+        except OSError:
+            # Above the root, what an operator prepared may be closed to us, or not a disk.
+            if not existed or path.parent.is_relative_to(self._root):
                 raise
+        self._durable.add(path)
 
     def write_file(self, path: Path, chunks: Iterable[Buffer]) -> int:
         """Create a new file and sync its bytes, not its name. Returns its size in bytes."""
@@ -115,6 +113,14 @@ class DurableFiles:
                     raise
         self._files.sync_directory(final.parent)
         return created
+
+    def confirm(self, index: Path) -> bool:
+        """Whether a version is sealed, made durable if so."""
+        if not self._files.exists(index):
+            return False
+        self.directory(index.parent.parent)
+        self._files.sync_directory(index.parent.parent)
+        return True
 
     def sweep(self, directory: Path, kind: str) -> None:
         """Remove temporary files that dead writers left. The caller holds the root's lock."""

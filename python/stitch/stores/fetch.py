@@ -34,7 +34,7 @@ async def fetch_version(
 
     A store with local files is read in place; otherwise index, manifest and named files go to
     `cache_dir/<run_id>/weight_vNNNNNN`, which appears complete or not at all. A second call
-    downloads nothing: what is cached is verified again and kept.
+    downloads nothing: what is cached is verified again, so nothing here needs a sync.
     Raises: NotVisibleYet for anything missing; CorruptData for anything that differs;
         Unavailable for the store, or a full or closed cache directory.
     """
@@ -111,7 +111,6 @@ async def _copy(
             await _offload(env, lambda chunk=chunk: handle.write(chunk))  # type: ignore[misc]
             hasher.update(chunk)
             at += len(chunk)
-        await _offload(env, handle.sync)
     finally:
         handle.close()
     if expected is not None and hasher.hexdigest() != expected[1]:
@@ -122,7 +121,6 @@ def _write(env: Env, path: Path, data: bytes) -> None:
     handle = env.files.create(path)
     try:
         handle.write(data)
-        handle.sync()
     finally:
         handle.close()
 
@@ -156,14 +154,11 @@ def _open_temporary(env: Env, home: Path, version: int) -> tuple[Path, Callable[
 
 
 def _move_into_place(env: Env, temporary: Path, target: Path) -> None:
-    env.files.sync_directory(temporary)
     try:
         env.files.rename(temporary, target)
     except OSError:
         if not env.files.is_directory(target):
-            raise
-        return  # another fetch of the same version was first
-    env.files.sync_directory(target.parent)
+            raise  # else another fetch of the same version was first
 
 
 async def _offload(env: Env, work: Callable[[], T]) -> T:

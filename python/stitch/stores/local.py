@@ -238,6 +238,11 @@ class LocalStore:
                 finally:
                     release()
 
+    async def confirm(self, prefix: str) -> bool:
+        """Sync the directory that names the version."""
+        check_key(prefix)
+        return await self.run(lambda: self.durable.confirm(self.path(prefix) / INDEX_NAME))
+
     # Leases
 
     async def write_lease(self, name: str, data: bytes) -> None:

@@ -70,18 +70,18 @@ class CrashFiles:
     Args:
         on_call: told before each call runs; it may raise (the call then does not happen) or take
             `crashed(...)` copies.
-        ignored_site: syncs made from this call site do nothing, as if the line were deleted.
+        ignored: syncs from call sites for which it is true do nothing, as if deleted.
     """
 
     def __init__(
         self,
         *,
         on_call: Callable[[Call], None] | None = None,
-        ignored_site: str | None = None,
+        ignored: Callable[[str], bool] | None = None,
         free_bytes: int | None = None,
     ) -> None:
         self.on_call = on_call
-        self.ignored_site = ignored_site
+        self.ignored = ignored
         self.free_bytes = free_bytes
         self.sync_sites: set[str] = set()
         self.call_count = 0
@@ -271,7 +271,7 @@ class CrashFiles:
     def _sync_counts(self, operation: str, path: Path) -> bool:
         site = self._call(operation, path)
         self.sync_sites.add(site)
-        return site != self.ignored_site
+        return self.ignored is None or not self.ignored(site)
 
     def _take_space(self, count: int, path: Path) -> None:
         if self.free_bytes is not None:

@@ -140,6 +140,11 @@ class MemoryStore:
         self.cells.staged.setdefault(key, {})
         return MemoryStaging(self, *key)
 
+    async def confirm(self, prefix: str) -> bool:
+        """Whether the index is there."""
+        self._check_open()
+        return f"{check_key(prefix)}/{INDEX_NAME}" in self.cells.objects
+
     def local_path(self, key: str) -> Path | None:
         """There are no local files."""
         return None

@@ -279,6 +279,17 @@ async def abandon_is_safe_at_any_time(open_client: OpenClient) -> None:
     assert await store.read(f"{V1}/f.safetensors", size_max=9) == b"2", "abandon undid a seal"
 
 
+async def confirm_tells_sealed_from_not(open_client: OpenClient) -> None:
+    """confirm is True for a sealed version alone, for every client."""
+    one, two = open_client(), open_client()
+    staging = await one.begin(V1, attempt="aa")
+    await staging.put("f.safetensors", [b"1"])
+    assert not await two.confirm(V1), "an unsealed version was confirmed"
+    await staging.seal(b"{}")
+    assert await two.confirm(V1), "a sealed version was not confirmed"
+    assert not await two.confirm("updates/weight_v000002"), "an absent version was confirmed"
+
+
 async def an_index_is_never_deleted(open_client: OpenClient) -> None:
     """Payloads go, the index stays; deleting what is absent is fine."""
     store = open_client()
@@ -364,6 +375,7 @@ STORE_CASES: Final[tuple[StoreCase, ...]] = (
     ranks_share_an_attempt,
     a_file_is_put_once,
     abandon_is_safe_at_any_time,
+    confirm_tells_sealed_from_not,
     an_index_is_never_deleted,
     list_is_by_folder,
     leases_are_kept_and_replaced,
