@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import shutil
 import time
@@ -13,6 +14,7 @@ from manifest_damages import DIGEST_KEY, KEY
 from publication_forge import edit_metadata, version_dir
 from stitch_tree import State, changed_state, publish_delta, small_state, write_base, write_chain
 
+from stitch import _core
 from stitch.errors import CorruptData, NotVisibleYet, Unsupported
 from stitch.format.checkpoint import Checkpoint
 from stitch.format.materialize import open_chain
@@ -114,3 +116,27 @@ def test_random_mutations(make: object, seed: int, tmp_path: Path) -> None:
     print(f"\n{accepted} of {MUTATIONS // 2} mutations changed nothing, the rest were refused")
     assert accepted < MUTATIONS // 8
     assert slowest < 5
+
+
+def test_ten_thousand_damaged_headers(tmp_path: Path) -> None:
+    """B55: each is refused by name of damage, or describes spans that lie inside the file."""
+    write_base(tmp_path / "base", small_state(), files=1)
+    raw = (tmp_path / "base" / "model-00001-of-00001.safetensors").read_bytes()
+    head_size = 8 + int.from_bytes(raw[:8], "little")
+    chance = random.Random(13)
+    refused = 0
+    for _ in range(10_000):
+        damaged = mutate(raw[:head_size], chance) + raw[head_size:]
+        try:
+            size = _core.header_size(damaged[:8], len(damaged))
+            entries, _, at = _core.parse_safetensors_header(damaged[:size], len(damaged))
+        except (CorruptData, Unsupported):
+            refused += 1
+            continue
+        spans = sorted((begin, end) for _, _, _, begin, end in entries)
+        assert at == size
+        assert spans[0][0] == 0
+        assert spans[-1][1] == len(damaged) - at
+        assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    print(f"\n{refused} of 10000 damaged headers refused")
+    assert refused > 7_000

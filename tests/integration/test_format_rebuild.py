@@ -9,12 +9,22 @@ from pathlib import Path
 import pytest
 from manifest_damages import KEY
 from publication_forge import edit_metadata, file_of, read_index, version_dir
-from stitch_tree import State, digest_of, write_chain
+from stitch_tree import (
+    State,
+    changed_state,
+    digest_of,
+    publish_anchor,
+    publish_delta,
+    small_state,
+    write_base,
+    write_chain,
+)
 
 from stitch.errors import CorruptData, Forbidden, InvalidInput, NotVisibleYet
 from stitch.format.checkpoint import Checkpoint
 from stitch.format.publication import PublicationReader
 from stitch.format.rebuild import RebuildCancelled, RebuiltTensor, rebuild
+from stitch.format.tensors import RawTensor
 from stitch.types import Kind, Ref, version_name
 
 
@@ -198,3 +208,30 @@ def test_errors_carry_file_tensor_and_reason(root: Path, base: Checkpoint, tmp_p
     with pytest.raises(CorruptData) as caught:
         PublicationReader.open(version_dir(updates, 2))
     assert caught.value.fields["tensor"] == "lm_head.weight"
+
+
+def test_an_anchor_may_add_remove_and_retype_tensors(tmp_path: Path) -> None:
+    """Only a full version can; a later delta then speaks of the new set."""
+    before = small_state()
+    after = dict(before)
+    del after["model.flag"]
+    after["model.new"] = RawTensor("model.new", "F32", (2,), b"12345678")
+    norm = after["model.norm.weight"]
+    after["model.norm.weight"] = RawTensor(norm.name, "BF16", (2, 24), norm.data)
+    write_base(tmp_path / "base", before)
+    parent = publish_anchor(tmp_path / "updates", Ref("run-s", 1), after)
+    final = changed_state(after, 9, share=1.0)
+    publish_delta(tmp_path / "updates", Ref("run-s", 2), after, final, parent=parent)
+    delivered: dict[str, RebuiltTensor] = {}
+    with Checkpoint.open(tmp_path / "base") as base:
+        report = rebuild(
+            base, chain_of(tmp_path, 1), on_tensor=lambda t: delivered.update({t.name: t})
+        )
+        assert set(report.changed) == {"model.new", "model.norm.weight"}
+        assert report.removed == ("model.flag",)
+        assert delivered["model.norm.weight"].shape == (2, 24)
+        assert report.model_digest == digest_of(after)
+        with pytest.raises(CorruptData):
+            rebuild(base, chain_of(tmp_path, 2), on_tensor=lambda t: None)
+        report = rebuild(base, chain_of(tmp_path, 1, 2), on_tensor=lambda t: None)
+        assert report.model_digest == digest_of(final)

@@ -9,11 +9,13 @@ from pathlib import Path
 import independent_reader
 import numpy as np
 import pytest
-from publication_forge import File, version_dir
+from publication_forge import File, tensors_of, version_dir
 from stitch_tree import State, changed_state, publish_anchor, publish_delta, small_state, write_base
 
+from stitch.cli import main
 from stitch.errors import InvalidInput, Unsupported
 from stitch.format.tensors import RawTensor
+from stitch.publisher import Publisher
 from stitch.types import Ref
 
 KINDS = ("xxh3-128", "blake3", "adler32")
@@ -162,3 +164,35 @@ def test_writers_refuse_what_no_reader_takes() -> None:
             write.manifest_name(attempt)
     assert write.data_file_name("ab", 0, 2, Kind.DELTA) == "model-ab-00000-of-00002.safetensors"
     assert write.data_file_name("ab", 0, 2, Kind.ANCHOR) == "model-ab-00001-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(("encoding", "kind"), list(itertools.product(("xor", "overwrite"), KINDS)))
+def test_what_the_publisher_seals_reads_back(encoding: str, kind: str, tmp_path: Path) -> None:
+    """The real publisher on a real store, small files, an anchor among the deltas."""
+    state = small_state()
+    write_base(tmp_path / "base", state)
+    found = independent_reader.read_base(tmp_path / "base")
+    root = tmp_path / "root"
+    with Publisher(
+        f"file://{root}",
+        run_id="run-p",
+        base=tmp_path / "base",
+        encoding=encoding,
+        checksum=kind,
+        anchor_every=3,
+        anchor_ratio=100.0,
+        file_bytes_max=600,
+        threads=1,
+    ) as publisher:
+        for version in range(1, 7):
+            state = changed_state(state, version, share=-1.0 if version == 5 else 0.6)
+            publisher.publish(state).wait(timeout=60)
+            directory = version_dir(root / "updates", version)
+            found = independent_reader.read_version(directory, found)
+            same(found, state)
+    assert (root / "latest").read_text() == "run-p/weight_v000006"
+    places = ["--base", str(tmp_path / "base"), "--updates", str(root / "updates")]
+    out = ["--out", str(tmp_path / "out"), "--run-id", "run-p", "--quiet"]
+    assert main(["materialize", *places, "--version", "6", *out]) == 0
+    expected = {name: (t.dtype, t.shape, bytes(t.data)) for name, t in state.items()}
+    assert tensors_of(tmp_path / "out") == expected
