@@ -10,7 +10,6 @@ from typing import Final, Protocol, cast
 
 import httptools
 
-from stitch.env import Clock
 from stitch.errors import InvalidInput, Overloaded, StitchError
 from stitch.http.errors import (
     BodyTooLarge,
@@ -22,7 +21,7 @@ from stitch.http.errors import (
     internal_error_body,
 )
 from stitch.http.limits import ServerLimits
-from stitch.http.message import Request, Response, forwarded, noted
+from stitch.http.message import DROPPED_PREFIX, NOTED, Request, Response
 
 __all__ = ["Connection", "Handler", "Host"]
 
@@ -39,7 +38,7 @@ class Host(Protocol):
     """What a connection needs of its server."""
 
     limits: ServerLimits
-    clock: Clock
+    now: float  # monotonic seconds, as of the last sweep
     handler: Handler
     closing: bool
     bodies_bytes: int
@@ -55,7 +54,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, host: Host) -> None:
         self._host = host
         self._limits = host.limits
-        self._clock = host.clock
+        self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._queue: deque[Request] = deque()
@@ -75,7 +74,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
-        self._deadline = self._clock.monotonic() + self._limits.head_timeout_s
+        self._deadline = self._host.now + self._limits.head_timeout_s
         self._host.connections.add(self)
         if len(self._host.connections) > self._limits.connections_max:
             self._fail(Overloaded("this server holds as many connections as it may; try later"))
@@ -91,7 +90,7 @@ class Connection(asyncio.Protocol):
         return False
 
     def pause_writing(self) -> None:
-        self._stalled_at = self._clock.monotonic()
+        self._stalled_at = self._host.now
         if self._response is not None:
             self._response.hold()
 
@@ -126,7 +125,7 @@ class Connection(asyncio.Protocol):
             if self._head_read > self._limits.head_bytes_max:
                 self._fail(self._head_too_large())
         elif self._phase == _BODY:
-            idle_end = self._clock.monotonic() + self._limits.body_idle_timeout_s
+            idle_end = self._host.now + self._limits.body_idle_timeout_s
             self._deadline = min(idle_end, self._body_end)
 
     # The parser's side.
@@ -135,7 +134,7 @@ class Connection(asyncio.Protocol):
         self._reset()
         self._phase = _HEAD
         if self._response is None:
-            self._deadline = self._clock.monotonic() + self._limits.head_timeout_s
+            self._deadline = self._host.now + self._limits.head_timeout_s
 
     def on_url(self, url: bytes) -> None:
         self._target += url
@@ -156,17 +155,21 @@ class Connection(asyncio.Protocol):
             self._fail(self._head_too_large())
             return
         lower = name.lower()
-        if forwarded(lower):
+        forwarded = NOTED.get(lower)
+        if forwarded is None:
+            if not lower.startswith(DROPPED_PREFIX):
+                self._lines.append(b"%b: %b\r\n" % (name, value))
+            return
+        if forwarded:
             self._lines.append(b"%b: %b\r\n" % (name, value))
-        if noted(lower):
-            known = self._headers.get(lower)
-            self._headers[lower] = value if known in (None, value) else b"%b, %b" % (known, value)
+        known = self._headers.get(lower)
+        self._headers[lower] = value if known in (None, value) else b"%b, %b" % (known, value)
 
     def on_headers_complete(self) -> None:
         if self._failure is not None:
             return
         self._phase = _BODY
-        now = self._clock.monotonic()
+        now = self._host.now
         self._body_end = now + self._limits.body_timeout_s
         self._deadline = now + self._limits.body_idle_timeout_s
         length = self._headers.get(b"content-length")
@@ -255,9 +258,7 @@ class Connection(asyncio.Protocol):
         self._response = response = Response(self._transport, request, close=close)
         if self._stalled_at != _NEVER:
             response.hold()
-        self._task = asyncio.get_running_loop().create_task(
-            self._run(request, response), name="http-request"
-        )
+        self._task = self._loop.create_task(self._run(request, response), name="http-request")
 
     async def _run(self, request: Request, response: Response) -> None:
         try:
@@ -300,7 +301,7 @@ class Connection(asyncio.Protocol):
             wait_s = (
                 self._limits.keepalive_s if self._phase == _IDLE else (self._limits.head_timeout_s)
             )
-            self._deadline = self._clock.monotonic() + wait_s
+            self._deadline = self._host.now + wait_s
 
     def _answer_expectation(self) -> None:
         if self._expecting and self._response is None and self._transport is not None:
@@ -350,7 +351,7 @@ class Connection(asyncio.Protocol):
             return
         request = Request("GET", b"/", [], {}, b"", keep_alive=False)
         Response(self._transport, request, close=True).send_error(error)
-        self._deadline = self._clock.monotonic() + _LINGER_S
+        self._deadline = self._host.now + _LINGER_S
         if self._transport.can_write_eof():
             self._transport.write_eof()
 

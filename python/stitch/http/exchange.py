@@ -9,7 +9,6 @@ from typing import Final, Protocol, cast
 
 import httptools
 
-from stitch.env import Clock
 from stitch.errors import StitchError
 from stitch.http.limits import UpstreamLimits
 
@@ -31,7 +30,7 @@ class _Pool(Protocol):
     host: str
     port: int
     limits: UpstreamLimits
-    clock: Clock
+    now: float  # monotonic seconds, as of the last sweep
     idle: list[UpstreamConnection]
     open: set[UpstreamConnection]
     closed: bool
@@ -227,7 +226,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._exchange = exchange
         self._bare = bare
         self._buffer = b""
-        self._deadline = self._pool.clock.monotonic() + self._pool.limits.silence_s
+        self._deadline = self._pool.now + self._pool.limits.silence_s
         transport = self._transport
         if transport is None:
             self._end(self._error("closed"))
@@ -293,7 +292,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._drop()  # bytes nobody asked for
             return
         exchange.answered = True
-        self._deadline = self._pool.clock.monotonic() + self._pool.limits.silence_s
+        self._deadline = self._pool.now + self._pool.limits.silence_s
         if not exchange.head:
             data = self._head(exchange, data)
             if not exchange.head or self._exchange is None:
@@ -439,7 +438,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self._drop()
             else:
                 self.resume()
-                self._deadline = self._pool.clock.monotonic() + self._pool.limits.idle_s
+                self._deadline = self._pool.now + self._pool.limits.idle_s
                 self._pool.idle.append(self)
         else:
             self._drop()

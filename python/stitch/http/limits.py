@@ -19,7 +19,8 @@ class ServerLimits:
     write_stall_s: a client that takes no byte for this long counts as gone.
     write_buffer_bytes: above this much unsent data the upstream is not read.
     pipeline_max: requests of one connection queued before reading pauses.
-    connections_max: more are refused with 503. sweep_s: how often time limits are checked.
+    connections_max: more are refused. sweep_s: how often time limits are checked, and so
+        how far off they may be.
     """
 
     head_bytes_max: int = 64 * 1024

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from stitch.errors import StitchError
 from stitch.http.errors import error_body, retry_headers
 
-__all__ = ["JSON", "Request", "Response", "Source", "forwarded", "noted"]
+__all__ = ["DROPPED_PREFIX", "JSON", "NOTED", "Request", "Response", "Source"]
 
 JSON: Final = b"application/json"
 _JOIN_BYTES_MAX: Final = 64 * 1024
@@ -43,15 +43,10 @@ _DROPPED: Final = frozenset(
 # Forwarded, and also read here.
 _NOTED: Final = frozenset({b"accept-encoding", b"content-type", b"last-event-id"})
 
-
-def forwarded(name: bytes) -> bool:
-    """Whether the header (lower-case name) goes on to the upstream."""
-    return name not in _DROPPED and not name.startswith(b"x-forwarded-")
-
-
-def noted(name: bytes) -> bool:
-    """Whether the header (lower-case name) is kept in `Request.headers`."""
-    return name in _DROPPED or name in _NOTED
+# Header name, lower-case, to whether it is forwarded, of those kept in `Request.headers`.
+# Every other header is forwarded, but for those that begin with DROPPED_PREFIX.
+NOTED: Final = dict.fromkeys(_DROPPED, False) | dict.fromkeys(_NOTED, True)
+DROPPED_PREFIX: Final = b"x-forwarded-"
 
 
 class Source(Protocol):

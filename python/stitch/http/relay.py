@@ -19,7 +19,7 @@ from stitch.http.exchange import Exchange
 from stitch.http.message import JSON, Request, Response
 from stitch.http.sse import encode_event
 
-__all__ = ["StreamTail", "deliver", "error_event", "held", "request_head"]
+__all__ = ["StreamTail", "deliver", "deliver_whole", "error_event", "held", "request_head"]
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,14 @@ class StreamTail:
         self._response.end()
 
 
+def deliver_whole(exchange: Exchange, request: Request, response: Response, extra: bytes) -> bool:
+    """Send the response on at once if it is whole already. True if it was."""
+    if not exchange.done or request.method == "HEAD" or exchange.status in _BODYLESS:
+        return False
+    response.send_raw(exchange.head + extra, exchange.take())
+    return True
+
+
 async def deliver(
     exchange: Exchange,
     request: Request,
@@ -98,13 +106,12 @@ async def deliver(
     `cut_event` makes the event for a stream that breaks off; other bodies end in a cut
     connection. Returns: the failure that cut the response, or None if it was whole.
     """
+    if deliver_whole(exchange, request, response, extra):
+        return None
     head = exchange.head + extra
     if request.method == "HEAD" or exchange.status in _BODYLESS:
         response.begin(head, exchange.length)
         response.end()
-        return None
-    if exchange.done:
-        response.send_raw(head, exchange.take())
         return None
     response.feed_from(exchange)
     response.begin(head, exchange.length)

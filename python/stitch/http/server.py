@@ -26,7 +26,8 @@ class HttpServer:
     def __init__(self, handler: Handler, *, limits: ServerLimits, env: Env) -> None:
         self.handler = handler
         self.limits = limits
-        self.clock = env.clock
+        self.now = env.clock.monotonic()
+        self._clock = env.clock
         self.closing = False
         self.bodies_bytes = 0
         self.connections: set[Connection] = set()
@@ -36,6 +37,7 @@ class HttpServer:
     async def start(self, host: str, port: int) -> int:
         """Bind and listen. Returns the port. Raises: InvalidInput if it can't be bound."""
         loop = asyncio.get_running_loop()
+        self.now = self._clock.monotonic()
         try:
             self._listener = await loop.create_server(
                 lambda: Connection(self), host, port, backlog=2048
@@ -57,9 +59,9 @@ class HttpServer:
             self._listener.close()
         for connection in list(self.connections):
             connection.close_idle()
-        end = self.clock.monotonic() + grace_s
-        while self.connections and self.clock.monotonic() < end:
-            await self.clock.sleep(0.01)
+        end = self._clock.monotonic() + grace_s
+        while self.connections and self._clock.monotonic() < end:
+            await self._clock.sleep(0.01)
         tasks = [task for c in list(self.connections) if (task := c.kill()) is not None]
         if tasks:
             log.warning("requests cut at shutdown", extra={"count": len(tasks)})
@@ -71,7 +73,7 @@ class HttpServer:
 
     async def _sweep(self) -> None:
         while True:
-            await self.clock.sleep(self.limits.sweep_s)
-            now = self.clock.monotonic()
+            await self._clock.sleep(self.limits.sweep_s)
+            self.now = self._clock.monotonic()
             for connection in list(self.connections):
-                connection.check(now)
+                connection.check(self.now)

@@ -52,7 +52,8 @@ class Upstream:
     def __init__(self, url: str, *, limits: UpstreamLimits, env: Env) -> None:
         self.host, self.port, self._tls = origin_of(url)
         self.limits = limits
-        self.clock = env.clock
+        self.now = env.clock.monotonic()
+        self._clock = env.clock
         self.authority = urlsplit(url).netloc.rpartition("@")[2].encode()
         self.idle: list[UpstreamConnection] = []
         self.open: set[UpstreamConnection] = set()
@@ -115,10 +116,11 @@ class Upstream:
             )
         loop = asyncio.get_running_loop()
         if self._sweeper is None:
+            self.now = self._clock.monotonic()
             self._sweeper = loop.create_task(self._sweep(), name="upstream-sweep")
         self._opening += 1
         try:
-            async with self.clock.timeout(self.limits.connect_timeout_s):
+            async with self._clock.timeout(self.limits.connect_timeout_s):
                 _, connection = await loop.create_connection(
                     lambda: UpstreamConnection(self, UpstreamLost),
                     self.host,
@@ -135,7 +137,7 @@ class Upstream:
 
     async def _sweep(self) -> None:
         while True:
-            await self.clock.sleep(self.limits.sweep_s)
-            now = self.clock.monotonic()
+            await self._clock.sleep(self.limits.sweep_s)
+            self.now = self._clock.monotonic()
             for connection in list(self.open):
-                connection.check(now)
+                connection.check(self.now)

@@ -18,7 +18,7 @@ from stitch.errors import EngineUnavailable, StitchError, Unsupported
 from stitch.http.errors import error_body, retry_headers
 from stitch.http.exchange import Exchange
 from stitch.http.message import Request, Response
-from stitch.http.relay import StreamTail, deliver, error_event, held, request_head
+from stitch.http.relay import StreamTail, deliver, deliver_whole, error_event, held, request_head
 from stitch.http.upstream import Upstream, UpstreamLost
 from stitch.sidecar.config import SidecarConfig
 from stitch.sidecar.labels import relabel_json, relabel_stream
@@ -70,8 +70,9 @@ class Passage:
         self._labelled = labelled
         self._extra = extra
         self._exchange: Exchange | None = None
-        self._tail = StreamTail(response)
+        self._tail: StreamTail | None = None
         self._settled = False
+        self._task: asyncio.Task[Any] | None = None
 
     async def run(self, payload: bytes) -> None:
         """Send `payload` upstream and the response back. Frees the lease on every path.
@@ -79,9 +80,8 @@ class Passage:
         Raises: EngineUnavailable if the engine was lost before the first byte went out.
         """
         lease = self._lease
-        task = asyncio.current_task()
-        assert task is not None
-        lease.on_abort = lambda error: None if self._settled else void(task.cancel())
+        self._task = asyncio.current_task()
+        lease.on_abort = self._on_abort
         try:
             await self._pass(payload)
         except UpstreamLost as error:
@@ -95,7 +95,8 @@ class Passage:
                 replica_path=self._request.path,
             ) from error
         except asyncio.CancelledError:
-            if lease.error is not None and task.uncancel() == 0:
+            assert self._task is not None
+            if lease.error is not None and self._task.uncancel() == 0:
                 await self._end_by_gate(lease.error)
                 return
             self._sidecar.count("stitch_sidecar_client_gone_total")
@@ -106,6 +107,8 @@ class Passage:
             self._give_up()
             raise
         finally:
+            # No reference cycles are left behind: collecting them costs more than the request.
+            self._task = lease.on_abort = None
             if not self._settled:
                 self._settled = True
                 self._sidecar.gate.release(lease)
@@ -118,7 +121,9 @@ class Passage:
             head, payload, bare=request.method == "HEAD", on_sent=self._sent
         )
         bytes_max = sidecar.config.response_bytes_max
-        whole = await held(exchange, bytes_max)
+        if self._labelled and deliver_whole(exchange, request, self._response, self._extra):
+            return
+        whole = exchange.done or await held(exchange, bytes_max)
         if not self._labelled and exchange.status == 200:
             if exchange.event_stream:
                 await self._pass_stream(exchange)
@@ -137,7 +142,7 @@ class Passage:
             self._response,
             extra=self._extra,
             cut_event=self._cut_event,
-            tail=self._tail,
+            tail=self._stream_tail(),
         )
         if cut is not None:
             self._sidecar.count("stitch_sidecar_engine_lost_total")
@@ -149,9 +154,9 @@ class Passage:
         response.feed_from(exchange)
         response.begin(exchange.head + self._extra, None)
         try:
-            await exchange.pipe(relabel_stream(self._tail.write, self._stamp))
+            await exchange.pipe(relabel_stream(self._stream_tail().write, self._stamp))
         except StitchError as error:
-            self._tail.end_with(self._cut_event(error))
+            self._stream_tail().end_with(self._cut_event(error))
             self._give_up()
             return
         response.end()
@@ -181,10 +186,20 @@ class Passage:
         elif exchange is not None and exchange.event_stream:
             before, _, _ = rest.partition(b"data: [DONE]")
             if before:
-                self._tail.write(before)
-            self._tail.end_with(error_event(error, **self._versions()))
+                self._stream_tail().write(before)
+            self._stream_tail().end_with(error_event(error, **self._versions()))
         else:
             response.abort()
+
+    def _on_abort(self, error: StitchError) -> None:
+        """The gate ends the lease: interrupt whatever this request waits for."""
+        if not self._settled and self._task is not None:
+            self._task.cancel()
+
+    def _stream_tail(self) -> StreamTail:
+        if self._tail is None:
+            self._tail = StreamTail(self._response)
+        return self._tail
 
     def _sent(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -215,10 +230,6 @@ class Passage:
                 await self._sidecar.abort_generation(rid)
         finally:
             self._sidecar.gate.release(self._lease)
-
-
-def void(_: object) -> None:
-    """Drop a result where a callback must return None."""
 
 
 def _json_or_none(data: bytes) -> Any:

@@ -6,6 +6,7 @@ Default deny: what the engine's adapter does not list is 403.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Final
@@ -29,7 +30,7 @@ from stitch.http.wire import FIELD, parse_constraint, parse_json_object
 from stitch.reconciler.base import ReplicaView
 from stitch.sidecar.config import SidecarConfig
 from stitch.sidecar.passage import Passage
-from stitch.types import UNCONSTRAINED, Constraint
+from stitch.types import UNCONSTRAINED, Constraint, Label
 
 __all__ = ["SidecarServer", "serve_sidecar"]
 
@@ -67,7 +68,9 @@ class SidecarServer:
         self.upstream = Upstream(view.engine.base_url, limits=config.engine, env=env)
         self.port = 0
         self._view = view
-        self._random = env.random
+        self._rid_prefix = env.random.nonce()
+        self._rids = itertools.count(1)
+        self._admitted: tuple[Label | None, bytes] = (None, b"")
         self._counters = Counters(_COUNTERS)
         self._streams = EventStreams(keepalive_s=config.events_keepalive_s, env=env)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -162,7 +165,7 @@ class SidecarServer:
         lease = await self._admit(constraint)
         engine = self._view.engine
         try:
-            rid = rids[0] if rids else self._random.nonce()
+            rid = rids[0] if rids else f"{self._rid_prefix}-{next(self._rids):x}"
             batch = body.get("rid") if isinstance(body.get("rid"), list) else None
             engine.stamp_request(request.path, body, rid=rid, label=lease.label)
             if batch is not None:
@@ -214,12 +217,17 @@ class SidecarServer:
         )
 
     def _extra(self, lease: Lease) -> bytes:
-        ref = lease.label.ref
-        return b"x-stitch-version-admitted: %d\r\nx-stitch-run-id: %b\r\n%b" % (
-            ref.version,
-            ref.run_id.encode("latin-1"),
-            self._replica_line,
-        )
+        """The header lines for the label; made once for each."""
+        label, lines = self._admitted
+        if label is not lease.label:
+            ref = lease.label.ref
+            lines = b"x-stitch-version-admitted: %d\r\nx-stitch-run-id: %b\r\n%b" % (
+                ref.version,
+                ref.run_id.encode("latin-1"),
+                self._replica_line,
+            )
+            self._admitted = (lease.label, lines)
+        return lines
 
     # Control routes.
 
