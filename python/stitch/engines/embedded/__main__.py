@@ -16,6 +16,7 @@ from pathlib import Path
 import uvloop
 
 from stitch.engines.embedded.config import EngineConfig
+from stitch.engines.embedded.precheck import check_model_directory
 from stitch.env import Env
 from stitch.errors import InvalidInput, StitchError, Unavailable
 
@@ -43,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
             prefix_cache=not options.no_prefix_cache,
             seed=options.seed,
         )
-        # Bind first: a taken port is known before the model loads.
+        # First what is known in a moment: a wrong directory, a taken port.
+        check_model_directory(config.model)
         listener = _bind(config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, listener, options.ready_file))

@@ -15,7 +15,7 @@ def render_metrics(service: Service) -> str:
         "running": (scheduler.running_count, "Samples in the batch."),
         "waiting": (scheduler.waiting_count, "Samples that wait for their first pass."),
         "paused": (int(scheduler.paused), "1 while no pass may start."),
-        "cached_pages": (len(scheduler.prefix_cache), "Pages in the prefix cache."),
+        "cached_pages": (scheduler.cached_pages, "Pages in the prefix cache."),
         "free_pages": (scheduler.free_pages, "Key/value pages nobody holds."),
     }
     counters = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -13,16 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from stitch.engines.embedded.precheck import check_model_directory
 from stitch.engines.embedded.ragged import ATTENTION_NAME, ROW_TILE, ragged_attention
 from stitch.engines.embedded.weights import LiveWeights
-from stitch.errors import InvalidInput, Unsupported
+from stitch.errors import InvalidInput
 from stitch.format.checkpoint import Checkpoint
 
 __all__ = ["LoadedModel", "RowTiledLinear", "load_model"]
-
-# Decoder-only models whose attention is plain causal softmax and whose checkpoint names are
-# their parameter names.
-ARCHITECTURES: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 class RowTiledLinear(torch.nn.Linear):  # type: ignore[misc]
@@ -70,15 +67,12 @@ def load_model(directory: Path, *, compute_dtype: torch.dtype) -> LoadedModel:
     Raises: InvalidInput if the directory is no checkpoint; Unsupported for an architecture,
         an attention variant or a dtype this engine does not run; CorruptData for damage.
     """
-    if not (directory / "config.json").is_file():
-        raise InvalidInput(f"{directory} has no config.json; give a Hugging Face checkpoint")
+    architecture = check_model_directory(directory)
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InvalidInput(f"{directory}/config.json is not usable: {first}") from error
-    architecture = next(iter(getattr(config, "architectures", None) or ["(none)"]))
-    _check_supported(directory, config, architecture)
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention)
     with Checkpoint.open(directory) as checkpoint:
         with no_init_weights():
@@ -103,18 +97,6 @@ def load_model(directory: Path, *, compute_dtype: torch.dtype) -> LoadedModel:
         context_tokens_max=config.max_position_embeddings,
         eos_token_ids=_eos_ids(directory, config),
     )
-
-
-def _check_supported(directory: Path, config: Any, architecture: str) -> None:
-    if architecture not in ARCHITECTURES:
-        raise Unsupported(
-            f"{directory} is a {architecture}; the embedded engine runs {', '.join(ARCHITECTURES)}"
-        )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention"} or getattr(config, "use_sliding_window", False):
-        raise Unsupported(f"{directory} uses sliding-window attention, which this engine lacks")
-    if getattr(config, "quantization_config", None) is not None:
-        raise Unsupported(f"{directory} is quantized; the embedded engine runs BF16, F16 and F32")
 
 
 def _eos_ids(directory: Path, config: Any) -> frozenset[int]:

@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 
 from stitch.engines.embedded.config import EngineConfig
 from stitch.engines.embedded.generation import Ask, Generation, Progress
-from stitch.engines.embedded.kv import PAGE_TOKENS, PagePool, PrefixCache, chain_keys
 from stitch.engines.embedded.model import LoadedModel
+from stitch.engines.embedded.outcome import Outcome
 from stitch.engines.embedded.ragged import Stretch
+from stitch.engines.embedded.residency import Residency
 from stitch.engines.embedded.runner import Runner
-from stitch.engines.embedded.sampling import choose, log_softmax, top_tokens, uniform_at
-from stitch.engines.embedded.text import TextCodec, TextStream
+from stitch.engines.embedded.text import TextCodec
 from stitch.env import Clock
 from stitch.errors import ActivationFailed, Closed, EngineUnavailable, Overloaded
 from stitch.types import ActivationMode, Label
@@ -69,16 +69,15 @@ class Scheduler(threading.Thread):
         context_tokens_max: int,
     ) -> None:
         super().__init__(name="stitch-scheduler", daemon=True)
-        self.model = model
         self.stats = SchedulerStats()
         self.label: Label | None = None
-        self.generation = 0
         self.paused = False
-        self.prefix_cache = PrefixCache(runner.pool, enabled=config.prefix_cache)
         self.context_tokens_max = context_tokens_max
         self._runner = runner
-        self._pool: PagePool = runner.pool
-        self._codec = codec
+        self._residency = Residency(runner.pool, prefix_cache=config.prefix_cache)
+        self._outcome = Outcome(
+            codec, eos=model.eos_token_ids, context_tokens_max=context_tokens_max
+        )
         self._config = config
         self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -155,7 +154,17 @@ class Scheduler(threading.Thread):
     @property
     def free_pages(self) -> int:
         """Pages nobody holds."""
-        return self._pool.free_count
+        return self._residency.pool.free_count
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages of the prefix cache, shared with samples or not."""
+        return len(self._residency.cache)
+
+    @property
+    def weights_generation(self) -> int:
+        """How often live weights were written."""
+        return self._residency.generation
 
     # The thread.
 
@@ -204,33 +213,32 @@ class Scheduler(threading.Thread):
         return len(self._running) + len(self._waiting)
 
     def weights_changing(self) -> None:
-        """Call before the first live byte changes: the label becomes unknown, caches end.
+        """Call before the first live byte changes: the label becomes unknown, prefixes end.
 
         Samples without output start over; the others' key/value state is stale from now on.
         """
         assert self.paused, "weights change only while paused"
         self.label = None
-        self.generation += 1
         self.stats.weight_writes += 1
-        self.prefix_cache.clear()
-        for generation in self._running:
-            if generation.output:
-                generation.stale = generation.stale or generation.computed > 0
+        self._residency.weights_changing()
+        for sample in self._running:
+            if sample.output:
+                sample.stale = sample.stale or sample.computed > 0
             else:
-                self._pool.release(generation.drop_state())
-        for generation in (*self._running, *self._waiting):
-            if not generation.output:
-                generation.input_logprobs.clear()
-                generation.input_tops.clear()
+                self._residency.drop(sample)
+        for sample in (*self._running, *self._waiting):
+            if not sample.output:
+                sample.input_logprobs.clear()
+                sample.input_tops.clear()
 
     def set_label(self, label: Label | None) -> None:
         """What tokens are stamped with from the next pass on. A new epoch ends old prefixes."""
         self.label = label
-        self.prefix_cache.clear()
+        self._residency.set_epoch(None if label is None else label.epoch)
 
     def flush(self) -> None:
         """Forget all cached prefixes."""
-        self.prefix_cache.clear()
+        self._residency.cache.clear()
 
     def _abort(self, chosen: Callable[[Ask], bool], reason: str, *, failed: bool = False) -> int:
         gone = [g for g in (*self._running, *self._waiting) if chosen(g.ask)]
@@ -253,7 +261,7 @@ class Scheduler(threading.Thread):
         elif recompute and any(g.stale for g in self._running):
             for generation in self._running:
                 if generation.stale:
-                    self._pool.release(generation.drop_state())
+                    self._residency.drop(generation)
             self._recompute = (self._clock.monotonic(), [future])
         else:
             self.paused = False
@@ -261,17 +269,17 @@ class Scheduler(threading.Thread):
 
     def _recompute_step(self) -> None:
         """Rebuild the state of running samples, up to the token that is decoded next."""
-        assert self._recompute is not None
+        assert self._recompute is not None, "called only while recomputing"
         behind = [g for g in self._running if g.output and g.pending > 1]
         if behind:
             work = self._plan(behind, spare=1)
             if not work:
                 return
-            self._runner.forward([self._stretch(g, n) for g, n in work], [[]] * len(work))
-            for generation, count in work:
-                generation.computed += count
+            self._runner.forward([_stretch(g, n) for g, n in work], [[]] * len(work))
+            for sample, count in work:
+                sample.computed += count
                 self.stats.recomputed_tokens += count
-                self._keep_pages(generation)
+                self._residency.keep(sample)
             return
         started, futures = self._recompute
         self._recompute = None
@@ -286,42 +294,23 @@ class Scheduler(threading.Thread):
         work = self._plan(self._running, spare=0)
         if not work:
             return
-        wanted = [self._wanted(g, n) for g, n in work]
-        logits = self._runner.forward([self._stretch(g, n) for g, n in work], wanted)
+        wanted = [self._outcome.wanted(g, n) for g, n in work]
+        logits = self._runner.forward([_stretch(g, n) for g, n in work], wanted)
         self.stats.steps += 1
         row = 0
-        for (generation, count), offsets in zip(work, wanted, strict=True):
+        for (sample, count), offsets in zip(work, wanted, strict=True):
             rows = logits[row : row + len(offsets)]
             row += len(offsets)
-            self._advance(generation, count, rows)
+            self._advance(sample, count, rows)
         self._sweep()
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._config.running_max:
-            generation = self._waiting[0]
-            needed = -(-(len(generation.tokens) + 1) // PAGE_TOKENS)
             # A sample that cannot hold its tokens would only be retracted again.
-            while self._running and self._pool.free_count < needed:
-                if not self._evict():
-                    return
+            tokens = len(self._waiting[0].tokens) + 1
+            if self._running and not self._residency.make_room(tokens):
+                return
             self._running.append(self._waiting.popleft())
-
-    def _match_prefix(self, generation: Generation) -> None:
-        limit = len(generation.tokens) - 1
-        if generation.ask.logprob_start is not None:
-            known = len(generation.input_logprobs)
-            limit = min(limit, generation.ask.logprob_start + max(0, known - 1))
-        root = self._root(generation)
-        generation.pages = self.prefix_cache.match(root, generation.tokens, limit)
-        generation.computed = len(generation.pages) * PAGE_TOKENS
-        if generation.cached_tokens is None:
-            generation.cached_tokens = generation.computed
-            self.stats.cached_tokens += generation.computed
-            self.stats.prompt_tokens += generation.prompt_length
-
-    def _root(self, generation: Generation) -> bytes:
-        epoch = None if self.label is None else self.label.epoch
-        return PrefixCache.root(self.generation, epoch, generation.ask.extra_key)
 
     def _plan(self, chosen: Sequence[Generation], *, spare: int) -> list[tuple[Generation, int]]:
         """How many tokens of each sample the next pass computes: decodes first, then prefill.
@@ -331,194 +320,64 @@ class Scheduler(threading.Thread):
         """
         budget = self._config.prefill_tokens_max
         work: list[tuple[Generation, int]] = []
-        for generation in sorted(chosen, key=lambda g: g.computed == 0 or g.pending > 1):
-            if generation not in self._running:
-                continue  # preempted by an earlier one in this very plan
-            if generation.computed == 0 and not generation.pages:
-                self._match_prefix(generation)
-            count = generation.pending - spare
+        for sample in sorted(chosen, key=lambda g: g.computed == 0 or g.pending > 1):
+            if sample not in self._running:
+                continue  # retracted for an earlier one in this very plan
+            if sample.computed == 0 and not sample.pages and self._residency.load(sample):
+                self.stats.cached_tokens += sample.computed
+                self.stats.prompt_tokens += sample.prompt_length
+            count = sample.pending - spare
             if count > 1:
                 count = min(count, budget)
                 budget -= count
-            if count < 1 or not self._reserve(generation, generation.computed + count):
-                continue
-            work.append((generation, count))
+            if count >= 1 and self._reserve(sample, sample.computed + count):
+                work.append((sample, count))
         return [(g, n) for g, n in work if g in self._running]
 
-    def _reserve(self, generation: Generation, tokens: int) -> bool:
-        while len(generation.pages) * PAGE_TOKENS < tokens:
-            page = self._pool.take()
-            if page is not None:
-                generation.pages.append(page)
-            elif not self._evict() and not self._preempt(generation):
+    def _reserve(self, sample: Generation, tokens: int) -> bool:
+        while not self._residency.extend(sample, tokens):
+            youngest = self._running[-1]
+            assert len(self._running) > 1, "the pool holds one full context"
+            self._residency.drop(youngest)
+            self._running.remove(youngest)
+            self._waiting.appendleft(youngest)
+            self.stats.preemptions += 1
+            if youngest is sample:
                 return False
         return True
 
-    def _evict(self) -> bool:
-        return self.prefix_cache.evict()
-
-    def _preempt(self, wanting: Generation) -> bool:
-        """Take the pages of the youngest running sample; False if that is `wanting` itself."""
-        youngest = self._running[-1]
-        if youngest is wanting:
-            if len(self._running) == 1:
-                return False
-            self._retract(wanting)
-            return False
-        self._retract(youngest)
-        return True
-
-    def _retract(self, generation: Generation) -> None:
-        self._pool.release(generation.drop_state())
-        self._running.remove(generation)
-        self._waiting.appendleft(generation)
-        self.stats.preemptions += 1
-
-    @staticmethod
-    def _stretch(generation: Generation, count: int) -> Stretch:
-        start = generation.computed
-        return Stretch(generation.tokens[start : start + count], start, generation.pages)
-
-    @staticmethod
-    def _wanted(generation: Generation, count: int) -> Sequence[int]:
-        """Offsets whose logits are needed: the last if it completes, and wanted prompt ones."""
-        completes = generation.pending == count
-        start = generation.ask.logprob_start
-        if start is None:
-            return [count - 1] if completes else []
-        # Logits at position p are about token p + 1; those of `known` ones exist already.
-        known = max(0, len(generation.input_logprobs) - 1)
-        first = max(0, start + known - generation.computed)
-        last = min(count, generation.prompt_length - 1 - generation.computed)
-        return [*range(first, last), *([count - 1] if completes else [])]
-
-    def _advance(self, generation: Generation, count: int, rows: Any) -> None:
-        completes = generation.pending == count
-        generation.computed += count
-        self._keep_pages(generation)
-        if generation.ask.logprob_start is not None:
-            self._keep_input_logprobs(generation, rows[:-1] if completes else rows)
-        if completes:
-            self._sample(generation, rows[-1])
-
-    def _keep_pages(self, generation: Generation) -> None:
-        """Share pages that just became full, unless their state is not the present weights'."""
-        full = generation.computed // PAGE_TOKENS
-        if generation.stale or not self._config.prefix_cache:
+    def _advance(self, sample: Generation, count: int, rows: Any) -> None:
+        completes = sample.pending == count
+        sample.computed += count
+        self._residency.keep(sample)
+        if sample.ask.logprob_start is not None and not sample.output:
+            self._outcome.note_prompt(sample, rows[:-1] if completes else rows)
+        if not completes:
             return
-        root = self._root(generation)
-        if root != generation.chain_root or len(generation.chain) > full:
-            generation.chain, generation.chain_root = [], root
-        done = len(generation.chain)
-        if full == done:
-            return
-        parent = generation.chain[-1] if generation.chain else root
-        tail = generation.tokens[done * PAGE_TOKENS : full * PAGE_TOKENS]
-        for index, key in enumerate(chain_keys(parent, tail), start=done):
-            generation.chain.append(key)
-            self.prefix_cache.insert(key, generation.pages[index])
-
-    def _keep_input_logprobs(self, generation: Generation, rows: Any) -> None:
-        ask = generation.ask
-        if not generation.input_logprobs:
-            generation.input_logprobs.append(None)
-            generation.input_tops.append(None)
-        assert ask.logprob_start is not None
-        for row in rows:
-            at = ask.logprob_start + len(generation.input_logprobs)
-            logprobs = log_softmax(row)
-            generation.input_logprobs.append(float(logprobs[ask.prompt[at]]))
-            generation.input_tops.append(top_tokens(logprobs, ask.top_logprobs))
-
-    def _sample(self, generation: Generation, logits: Any) -> None:
-        ask, params = generation.ask, generation.ask.params
-        generation.prompt_label = self.label if not generation.output else generation.prompt_label
-        if params.max_new_tokens == 0:
-            self._finish(generation, {"type": "length", "length": 0})
-            return
-        at = len(generation.output)
-        ends = self._end_tokens(generation)
-        choice = choose(
-            logits,
-            params,
-            uniform=uniform_at(ask.seed, at),
-            output_counts=generation.counts,
-            prompt_tokens=frozenset(ask.prompt) if params.penalized else frozenset(),
-            barred=ends if at < params.min_new_tokens else frozenset(),
-        )
-        if choice is None:
-            reason = "the logits are not finite; the weights are damaged"
-            self._finish(generation, {"type": "abort", "message": reason, "failed": True})
-            return
-        if ask.return_logprob:
-            generation.logprobs.append(choice.logprob)
-            generation.tops.append(top_tokens(choice.logprobs, ask.top_logprobs))
-        generation.accept(choice.token, label=self.label)
-        self.stats.output_tokens += 1
-        self._after_token(generation, choice.token, ends)
-
-    def _end_tokens(self, generation: Generation) -> frozenset[int]:
-        params = generation.ask.params
-        return params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self.eos
-
-    @property
-    def eos(self) -> frozenset[int]:
-        """Tokens that end a sample unless it ignores them."""
-        return self.model.eos_token_ids
-
-    def _after_token(self, generation: Generation, token: int, ends: frozenset[int]) -> None:
-        params = generation.ask.params
-        stream = generation.stream
-        if stream is None and (generation.ask.stream or params.stop):
-            stream = generation.stream = TextStream(
-                self._codec, skip_special_tokens=params.skip_special_tokens, stops=params.stop
-            )
-        if token in ends:
-            if stream is not None and params.no_stop_trim:
-                stream.push(token)
-            self._finish(generation, {"type": "stop", "matched": token})
-            return
-        if stream is not None:
-            before = len(stream.text)
-            stream.push(token)
-            stop = stream.find_stop(params.stop, before) if params.stop else None
-            if stop is not None and len(generation.output) >= params.min_new_tokens:
-                at, matched = stop
-                stream.finish(cut_at=at + len(matched) if params.no_stop_trim else at)
-                self._finish(generation, {"type": "stop", "matched": matched})
-                return
-        room = self.context_tokens_max - generation.prompt_length
-        if len(generation.output) >= min(params.max_new_tokens, room):
-            self._finish(generation, {"type": "length", "length": len(generation.output)})
-        elif generation.ask.stream and stream is not None:
-            shown = stream.text[: stream.settled_length]
-            self._news.append((generation, Progress(len(generation.output), shown, None)))
+        produced = len(sample.output)
+        finish = self._outcome.next_token(sample, rows[-1], self.label)
+        self.stats.output_tokens += len(sample.output) - produced
+        if finish is not None:
+            self._finish(sample, finish)
+        elif sample.ask.stream and sample.stream is not None:
+            shown = sample.stream.text[: sample.stream.settled_length]
+            self._news.append((sample, Progress(len(sample.output), shown, None)))
 
     # Ends.
 
-    def _finish(self, generation: Generation, finish: dict[str, Any]) -> None:
+    def _finish(self, sample: Generation, finish: dict[str, Any]) -> None:
         """Settle the text and tell the HTTP side. `_sweep` then drops it from the batch."""
-        if generation.finish is not None:
+        if sample.finish is not None:
             return
-        generation.finish = finish
+        sample.finish = finish
         self.stats.finished[finish["type"]] += 1
-        stream = generation.stream
-        if stream is None:
-            ids = generation.output
-            if finish["type"] == "stop" and not generation.ask.params.no_stop_trim:
-                ids = ids[:-1]
-            skip = generation.ask.params.skip_special_tokens
-            text = self._codec.decode(ids, skip_special_tokens=skip)
-        else:
-            if not isinstance(finish.get("matched"), str):
-                stream.finish()
-            text = stream.text
-        self._news.append((generation, Progress(len(generation.output), text, finish)))
+        text = self._outcome.final_text(sample, finish)
+        self._news.append((sample, Progress(len(sample.output), text, finish)))
 
     def _sweep(self) -> None:
-        for generation in self._running:
-            if generation.finish is not None:
-                self._pool.release(generation.drop_state())
+        for sample in self._running:
+            if sample.finish is not None:
+                self._residency.drop(sample)
         self._running = [g for g in self._running if g.finish is None]
         if any(g.finish is not None for g in self._waiting):
             self._waiting = deque(g for g in self._waiting if g.finish is None)
@@ -545,3 +404,8 @@ class Scheduler(threading.Thread):
             if progress.finish is not None:
                 self._admitted -= 1
             generation.sink(progress)
+
+
+def _stretch(sample: Generation, count: int) -> Stretch:
+    start = sample.computed
+    return Stretch(sample.tokens[start : start + count], start, sample.pages)

@@ -85,10 +85,10 @@ async def server_info(service: Service, request: web.Request) -> web.Response:
             "max_queued_requests": config.queued_max,
             "paused": scheduler.paused,
             "label": label_to_wire(scheduler.label),
-            "weights_generation": scheduler.generation,
+            "weights_generation": scheduler.weights_generation,
             "running": scheduler.running_count,
             "waiting": scheduler.waiting_count,
-            "cached_pages": len(scheduler.prefix_cache),
+            "cached_pages": scheduler.cached_pages,
             "free_pages": scheduler.free_pages,
         }
     )
