@@ -99,10 +99,8 @@ class PublicationReader:
         try:
             return _Opener(directory, number, expect, verify_files).open(trusted_only)
         except (CorruptData, NotVisibleYet, Unsupported) as error:
-            where = directory.name
-            raise type(error)(
-                f"{where}: {error.message}", **error.fields, version=number
-            ) from error
+            fields = {**error.fields, "version": number}
+            raise type(error)(f"{directory.name}: {error.message}", **fields) from error
 
     def blob(self, name: str) -> memoryview:
         """The bytes of one payload, read-only."""
