@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from typing import Final
+from typing import Final, NoReturn
 
 from stitch import __version__
 from stitch.errors import StitchError
 
-__all__ = ["main"]
+__all__ = ["CommandParser", "main"]
 
 # subcommand -> (module, one-line help); modules load only when their command runs
 COMMANDS: Final = {
@@ -37,24 +37,40 @@ COMMANDS: Final = {
 }
 
 
+class CommandParser(argparse.ArgumentParser):
+    """Answers a usage error in one line and exits 2; `error_suffix` ends that line."""
+
+    error_suffix = "; see --help"
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line on stderr and exit 2."""
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}{self.error_suffix}\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command line. Returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="stitch", description="The versioned control plane for disaggregated RL."
     )
     parser.add_argument("--version", action="version", version=f"stitch {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=CommandParser
+    )
     chosen = next((a for a in arguments if not a.startswith("-")), None)
+    subparsers: dict[str, CommandParser] = {}
     for name, (module, summary) in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, description=summary)
+        subparsers[name] = commands.add_parser(name, help=summary, description=summary)
         if name == chosen:
-            importlib.import_module(module).configure(sub)
-    options = parser.parse_args(arguments)
+            importlib.import_module(module).configure(subparsers[name])
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        subparsers[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(importlib.import_module(COMMANDS[options.command][0]).run(options))
     except StitchError as error:
-        print(f"stitch {options.command}: {error.message}", file=sys.stderr)
+        message = " ".join(error.message.split())
+        print(f"stitch {options.command}: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -14,17 +14,20 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
 from stitch.env import Env
 from stitch.errors import CorruptData, NotVisibleYet, StitchError, Unsupported
 from stitch.format.materialize import materialize
 from stitch.types import VERSION_MAX, Ref, version_name
 
+if TYPE_CHECKING:
+    from stitch.cli import CommandParser
+
 __all__ = ["configure", "run"]
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: CommandParser) -> None:
     """Declare the options."""
     parser.add_argument("--base", type=Path, required=True, help="the base checkpoint's directory")
     parser.add_argument(
@@ -46,20 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--quiet", action="store_true", help="print nothing on success")
 
-    def one_line_error(message: str) -> NoReturn:
-        print(f"stitch materialize: {message}; retry: no", file=sys.stderr)
-        raise SystemExit(2)
-
-    known = parser.parse_known_args
-
-    def all_known(args: Any = None, namespace: Any = None) -> Any:
-        found, rest = known(args, namespace)
-        if rest:
-            one_line_error(f"unrecognized arguments: {' '.join(rest)}")
-        return found, rest
-
-    parser.error = one_line_error  # type: ignore[method-assign]
-    parser.parse_known_args = all_known  # type: ignore[method-assign]
+    parser.error_suffix = "; retry: no"
 
 
 def run(options: argparse.Namespace) -> int:
