@@ -177,7 +177,7 @@ void collect_changes(std::span<const std::uint8_t> base, std::span<const std::ui
 Result<Verified> overwrite_apply(const Kernels& kernels, std::span<const std::uint8_t> blob,
                                  std::span<const std::uint8_t> base, std::span<std::uint8_t> out,
                                  const VerifyPlan& plan) {
-  for (const Status& status : {check_target(base, out), check_plan(plan, out.size())}) {
+  for (const Status& status : {check_target(blob, base, out), check_plan(plan, out.size())}) {
     if (!status.ok()) {
       return status;
     }

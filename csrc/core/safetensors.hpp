@@ -17,6 +17,7 @@ namespace stitch {
 
 inline constexpr std::uint64_t kHeaderLengthBytes = 8;
 inline constexpr std::uint64_t kHeaderBytesMax = std::uint64_t{100} << 20;  // as every known reader
+inline constexpr std::size_t kRankMax = 64;  // as numpy; keeps a header's memory near its size
 
 struct TensorEntry {
   std::string name;

@@ -40,6 +40,9 @@ class HeaderSax final : public nlohmann::json_sax<Json> {
 
   bool number_unsigned(number_unsigned_t value) override {
     if (place_ == Place::kShape) {
+      if (header_.entries.back().shape.size() == kRankMax) {
+        return fail(tensor() + ": shape has more than " + std::to_string(kRankMax) + " dimensions");
+      }
       header_.entries.back().shape.push_back(value);
       return true;
     }

@@ -5,6 +5,15 @@
 #include <functional>
 
 namespace stitch {
+namespace {
+
+bool overlap(std::span<const std::uint8_t> left, std::span<const std::uint8_t> right) {
+  const std::less<const std::uint8_t*> before;  // a total order, also over unrelated objects
+  return before(left.data(), right.data() + right.size()) &&
+         before(right.data(), left.data() + left.size());
+}
+
+}  // namespace
 
 VerifyPass::VerifyPass(const Kernels& kernels, const VerifyPlan& plan)
     : kernels_(&kernels), lane_bytes_(plan.lane_bytes), digester_(kernels, plan.digest) {}
@@ -25,17 +34,17 @@ Status check_plan(const VerifyPlan& plan, std::uint64_t byte_count) {
   return plan.lane_bytes == 0 ? Status() : check_lanes(byte_count, plan.lane_bytes, 0);
 }
 
-Status check_target(std::span<const std::uint8_t> base, std::span<std::uint8_t> out) {
+Status check_target(std::span<const std::uint8_t> blob, std::span<const std::uint8_t> base,
+                    std::span<const std::uint8_t> out) {
   if (base.size() != out.size()) {
     return Status::invalid_input("out has " + std::to_string(out.size()) + " bytes, base has " +
                                  std::to_string(base.size()) + "; they must agree");
   }
-  const std::less<const std::uint8_t*> before;
-  const std::uint8_t* const out_data = out.data();
-  const bool disjoint =
-      !before(base.data(), out_data + out.size()) || !before(out_data, base.data() + base.size());
-  if (base.data() != out_data && !disjoint) {
+  if (base.data() != out.data() && overlap(base, out)) {
     return Status::invalid_input("out overlaps base; it must be base itself or disjoint from it");
+  }
+  if (overlap(blob, out)) {
+    return Status::invalid_input("out overlaps blob; they must be disjoint");
   }
   return {};
 }
@@ -54,7 +63,7 @@ Result<Verified> digest_verify(const Kernels& kernels, std::span<const std::uint
 
 Result<Verified> copy_verify(const Kernels& kernels, std::span<const std::uint8_t> source,
                              std::span<std::uint8_t> out, const VerifyPlan& plan) {
-  for (const Status& status : {check_target(source, out), check_plan(plan, source.size())}) {
+  for (const Status& status : {check_target({}, source, out), check_plan(plan, source.size())}) {
     if (!status.ok()) {
       return status;
     }

@@ -30,7 +30,9 @@ class VerifyPass {
 // InvalidInput if the plan does not fit `byte_count` bytes.
 Status check_plan(const VerifyPlan& plan, std::uint64_t byte_count);
 
-// InvalidInput unless out is as long as base, and exactly it or disjoint from it.
-Status check_target(std::span<const std::uint8_t> base, std::span<std::uint8_t> out);
+// InvalidInput unless out is as long as base, exactly it or disjoint from it, and disjoint from
+// `blob`, which is still read while out is written.
+Status check_target(std::span<const std::uint8_t> blob, std::span<const std::uint8_t> base,
+                    std::span<const std::uint8_t> out);
 
 }  // namespace stitch

@@ -62,7 +62,7 @@ Status apply_pieces(const Kernels& kernels, FrameReader& reader, ByteBuffer& scr
 Result<Verified> xor_apply(const Kernels& kernels, std::span<const std::uint8_t> blob,
                            std::span<const std::uint8_t> base, std::span<std::uint8_t> out,
                            const VerifyPlan& plan) {
-  for (const Status& status : {check_target(base, out), check_plan(plan, out.size())}) {
+  for (const Status& status : {check_target(blob, base, out), check_plan(plan, out.size())}) {
     if (!status.ok()) {
       return status;
     }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import xxhash
@@ -155,6 +159,18 @@ HUGE_CLAIM = bytes.fromhex("28b52ffd e0") + struct.pack("<Q", 1 << 40) + bytes.f
 HUGE_WINDOW = bytes.fromhex("28b52ffd 00 f8") + bytes.fromhex("010000")
 DICTIONARY_ID = bytes.fromhex("28b52ffd 21 2a 04 210000 07010000")
 
+
+def zeros_frame(blocks: int, content_size: int | None) -> bytes:
+    """`blocks` run-length blocks of 128 KiB of zeros, and whatever content size is claimed."""
+    if content_size is None:
+        header = bytes.fromhex("28b52ffd 00 50")  # window of 1 MiB
+    else:
+        header = bytes.fromhex("28b52ffd c0 50") + struct.pack("<Q", content_size)
+    block = (128 << 10) << 3 | 1 << 1
+    last = (block | 1).to_bytes(3, "little") + b"\0"
+    return header + (block.to_bytes(3, "little") + b"\0") * (blocks - 1) + last
+
+
 XOR_DAMAGE = {
     "empty blob": (b"", "magic"),
     "not zstd": (b"hello world, this is no frame", "magic"),
@@ -173,6 +189,9 @@ XOR_DAMAGE = {
     "bomb without content size": (unsized_frame(bytes(50_000_000)), "more bytes"),
     "content size claims 2**40": (HUGE_CLAIM, "claims"),
     "window of 2**41": (HUGE_WINDOW, "frame"),
+    "content size claims 0": (zeros_frame(3, 0), "frame"),
+    "content size claims too little": (zeros_frame(4, 400_000), "frame"),
+    "content size claims too much": (zeros_frame(3, 400_000), "frame"),
 }
 
 OVERWRITE_DAMAGE = {
@@ -267,6 +286,10 @@ def test_misuse_is_invalid_input(codec: str) -> None:
         encode(b"abcd", b"abc")
     with pytest.raises(InvalidInput, match="level"):
         encode(b"abcd", b"abcx", 0)
+    arena[4:] = bytes(4)
+    joined = memoryview(bytearray(blob))
+    with pytest.raises(InvalidInput, match="overlaps blob"):
+        apply(joined, bytes(4), joined[:4], "none", 0)  # type: ignore[arg-type]
     # Neighbours in one allocation are disjoint.
     apply(blob, overlapping[0:4], overlapping[4:8], "none", 0)  # type: ignore[arg-type]
     assert bytes(arena) == b"abcdabcx"
@@ -293,3 +316,42 @@ def test_zstd_decompress_grows_past_its_first_buffer() -> None:
         _core.zstd_decompress(HUGE_CLAIM, 1 << 50)
     with pytest.raises(InvalidInput, match="negative"):
         _core.zstd_decompress(frame(b"x"), -1)
+
+
+BOMBS = """
+import resource, struct, sys
+from stitch import _core
+from stitch.errors import CorruptData
+from test_core_delta import zeros_frame
+
+bombs = [zeros_frame(40_000, None), zeros_frame(40_000, 5 << 30), zeros_frame(40_000, 0)]
+with open("/proc/self/statm") as statm:
+    held = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + (300 << 20), held + (300 << 20)))
+tensor = bytearray(1 << 20)
+for bomb in bombs:
+    for decode in (
+        lambda: _core.xor_apply(bomb, tensor, tensor, "none", 0),
+        lambda: _core.overwrite_apply(bomb, tensor, tensor, "none", 0),
+        lambda: _core.zstd_decompress(bomb, 1 << 20),
+    ):
+        try:
+            decode()
+        except CorruptData:
+            continue
+        raise AssertionError("accepted")
+print("bounded")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits address space through Linux's rlimit")
+def test_bombs_of_five_gigabytes_stay_within_the_memory_limit() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BOMBS],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.strip() == "bounded", done.stderr

@@ -155,6 +155,7 @@ SPANS = {
     "span too short": (document(a=entry("U8", [4], 0, 3)), 3, "'a'.*does not fit"),
     "shape overflow": (document(a=entry("F64", [2**62, 2**62], 0, 4)), 4, "overflow"),
     "bits overflow": (document(a=entry("F64", [2**60], 0, 4)), 4, "overflow"),
+    "65 dimensions": (document(a=entry("U8", [1] * 65, 0, 1)), 1, "more than 64 dim"),
     "unknown dtype": (document(a=entry("F4_X", [4], 0, 2)), 2, "unknown dtype 'F4_X'"),
     "lower-case dtype": (document(a=entry("u8", [4], 0, 4)), 4, "unknown dtype 'u8'"),
     "half a byte": (document(a=entry("F4", [3], 0, 2)), 2, "inside a byte"),
