@@ -164,6 +164,12 @@ class ObeysAnyIncarnation(SimulatedRank):
         return super()._enter(order)
 
 
+class BindsToAnyOrder(SimulatedRank):
+    def _enter(self, order: RankOrder) -> RankReply | None:
+        self.incarnation = self.incarnation or order.incarnation
+        return super()._enter(order)
+
+
 class TakesAnyShape(SimulatedRank):
     def on_stage(self, order: RankOrder) -> RankReply:
         self.info = {p.name: (p.dtype, p.shape, p.nbytes) for p in order.tensors} | {
@@ -243,6 +249,7 @@ RANKS = {
     CommitsAfterUndo: "a_late_commit_after_undo_is_refused",
     KeepsStageOfOlderAttempt: "commit_needs_its_own_stage",
     ObeysAnyIncarnation: "other_incarnations_are_refused",
+    BindsToAnyOrder: "an_unbound_rank_takes_only_a_discard",
     TakesAnyShape: "misfits_are_refused_before_a_byte_moves",
 }
 ENGINES = {

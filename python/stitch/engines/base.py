@@ -116,10 +116,10 @@ class RankOrder:
     Rules: any order of a higher attempt forgets an older attempt's stage. Within an attempt
     the way is stage → commit → undo: commit needs that attempt's stage, and once undone or
     discarded an attempt cannot be committed (`refused`), so a late order does no harm.
-    verify with scope="full", label, state and discard need no stage. The first order a rank
-    ever gets binds its incarnation; afterwards only `discard` of an incarnation never seen
-    takes the rank over: stage forgotten, label unknown, the former incarnation refused for
-    ever. `code` is `refused` for a wrong incarnation or step, `stale` for an old attempt,
+    verify with scope="full", label, state and discard need no stage. Only a
+    `discard` of an incarnation never seen binds a rank to it: stage forgotten, label unknown, a
+    former incarnation refused for ever. A rank that was never bound takes nothing else but
+    `state`, so an engine that restarted in mid-activation is not mistaken for the old one. `code` is `refused` for a wrong incarnation or step, `stale` for an old attempt,
     `mismatch` for tensors that do not fit the live storages, `failed` for all else.
 
     op:

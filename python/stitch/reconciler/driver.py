@@ -15,6 +15,8 @@ from stitch.destinations.base import StageRequest
 from stitch.engines.base import Engine, Health
 from stitch.env import Env
 from stitch.errors import (
+    ActivationFailed,
+    CorruptData,
     EngineUnavailable,
     NotReady,
     NotVisibleYet,
@@ -40,7 +42,7 @@ from stitch.reconciler.plan import Fetched, Held, StoreLease, fetch_path, run_re
 from stitch.reconciler.recover import Recovery
 from stitch.reconciler.status import PassRecord, ReplicaStatus
 from stitch.stores.base import Store
-from stitch.stores.versions import load_run, read_manifest, resolve_pointer
+from stitch.stores.versions import BARE_RUN_ID, load_run, read_manifest, resolve_pointer
 from stitch.types import GateState, Phase, Ref
 
 __all__ = ["Driver"]
@@ -106,7 +108,7 @@ class Driver:
             await self._env.offload(lambda: self._env.files.remove_tree(self._cache))
 
     async def _loop(self) -> None:
-        failures = 0
+        failures, patient = 0, False
         while not self._stopped:
             self._wake.clear()
             began = self._env.clock.monotonic()
@@ -118,14 +120,16 @@ class Driver:
                 raise
             except StitchError as error:
                 failures += 1
+                # Trying again can only help after a while, and it may close the gate.
+                patient = isinstance(error, ActivationFailed | CorruptData)
                 self._failed(error)
             except OSError as error:
                 failures += 1
                 self._failed(Unavailable(f"{error.filename}: {error.strerror or error}"))
-            await self._rest(began, failures, more)
+            await self._rest(began, failures, more, patient and failures > 0)
 
-    async def _rest(self, began: float, failures: int, more: bool) -> None:
-        """Wait for a wake, the poll, or the backoff after a failure."""
+    async def _rest(self, began: float, failures: int, more: bool, patient: bool) -> None:
+        """Wait for a wake, the poll, or the backoff after a failure (all of it if `patient`)."""
         clock, config = self._env.clock, self._config
         spent = clock.monotonic() - began
         if spent < config.pass_interval_s:
@@ -141,6 +145,9 @@ class Driver:
             delay = config.poll_s
         if delay is not None:
             delay *= 1 + config.poll_jitter * self._env.random.uniform(-1, 1)
+        if patient and delay is not None:
+            await clock.sleep(delay)
+            return
         try:
             async with clock.timeout(delay):
                 await self._wake.wait()
@@ -198,6 +205,7 @@ class Driver:
         latest = await resolve_pointer(
             self._store, self._seen, env=self._env, deadline_s=self._config.visible_deadline_s
         )
+        self._check_named(latest)
         self._see(latest)
         if latest is not None and life.held is not None and not life.base_judged:
             await self._judge_base(life, latest)
@@ -216,6 +224,13 @@ class Driver:
                 fork = Ref(latest.run_id, record.boot_version)
                 return dataclasses.replace(seen, fork=fork)
         return seen
+
+    def _check_named(self, latest: Ref | None) -> None:
+        """A pointer that named a run never goes back to a bare number: that is a torn read."""
+        if latest is None or latest.run_id != BARE_RUN_ID:
+            return
+        if self._seen is not None and self._seen.run_id != BARE_RUN_ID:
+            raise NotVisibleYet(f"the pointer names no run; it named {self._seen} before")
 
     async def _judge_base(self, life: Life, latest: Ref) -> None:
         """The boot checkpoint was named before its run had a record; now there may be one.

@@ -47,8 +47,8 @@ class Fault:
 
     op: a rank order's op, or pause, resume, flush, describe, health.
     action: `lose_reply` act, then fail the call; `drop` fail it without acting; `late` fail it
-        at the deadline and act after `delay_s`; `die` the engine dies before acting;
-        `die_after` it dies after acting; `fail_at` rank `rank` fails at tensor `at`;
+        at once and act after `delay_s`; `slow` act after `delay_s`; `die` the engine dies
+        before acting; `die_after` it dies after acting; `fail_at` rank `rank` fails at tensor `at`;
         `refuse` answer no (flush).
     """
 
@@ -436,7 +436,7 @@ class SimulatedEngine:
         if action == "die":
             self.die()
             raise EngineUnavailable(f"connection reset at {op}")
-        delay_s = fault.delay_s if fault is not None and action == "late" else 0.0
+        delay_s = fault.delay_s if fault is not None and action in {"late", "slow"} else 0.0
         task = asyncio.create_task(self._later(act, delay_s), name=f"engine-{op}")
         self._late.add(task)
         task.add_done_callback(self._late.discard)

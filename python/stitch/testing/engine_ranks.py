@@ -77,12 +77,13 @@ class SimulatedRank:
 
     def _enter(self, order: RankOrder) -> RankReply | None:
         """Incarnation and attempt rules; None if the order may go on."""
-        if self.incarnation is None:
-            self.incarnation = order.incarnation
-        elif order.incarnation != self.incarnation:
+        if order.incarnation != self.incarnation:
+            if order.op == "state":
+                return None
             if order.op != "discard" or order.incarnation in self.retired:
-                return self._reply("refused", "another incarnation drives this rank")
-            self.retired.add(self.incarnation)
+                return self._reply("refused", "another incarnation, or none yet, drives this rank")
+            if self.incarnation is not None:
+                self.retired.add(self.incarnation)
             self.incarnation = order.incarnation
             self.attempt, self.label = 0, None
             self.forget()

@@ -84,6 +84,7 @@ class Driven:
     async def start(cls, harness: EngineHarness) -> Driven:
         """Bind the ranks, label version 0, and prepare other bytes for some tensors."""
         driven = cls(harness)
+        await driven.send("discard")
         state = open_boot(harness.model_dir, threads=1)
         held = set.intersection(*[set(sums) for sums in await driven.sums("full")])
         driven.base = {name: part for name, part in state.slices.items() if name in held}
@@ -308,6 +309,15 @@ async def other_incarnations_are_refused(harness: EngineHarness) -> None:
         assert state["label"] is None, "a new incarnation starts without a label"
 
 
+async def an_unbound_rank_takes_only_a_discard(harness: EngineHarness) -> None:
+    """Orders meant for the process before a restart do nothing to the new one."""
+    driven = Driven(harness)
+    for reply in await driven.order("label", attempt=3, label=Label(V1, 9)):
+        assert reply.code == "refused", f"a label before any discard got {reply.code}"
+    for state in await driven.state():
+        assert state["label"] is None, "a refused label was kept"
+
+
 async def discard_keeps_what_is_live(harness: EngineHarness) -> None:
     driven = await Driven.start(harness)
     await driven.paused_commit()
@@ -469,6 +479,7 @@ CASES: Final[dict[str, Callable[[EngineHarness], Awaitable[None]]]] = {
         a_late_commit_after_undo_is_refused,
         a_fence_voids_older_stages,
         other_incarnations_are_refused,
+        an_unbound_rank_takes_only_a_discard,
         discard_keeps_what_is_live,
         the_label_is_unknown_from_commit_on,
         misfits_are_refused_before_a_byte_moves,
