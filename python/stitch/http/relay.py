@@ -59,8 +59,9 @@ async def held(exchange: Exchange, bytes_max: int) -> bool:
 
 
 def error_event(error: StitchError, **extra: Any) -> bytes:
-    """The event that ends a cut stream."""
-    return encode_event(orjson.dumps({"error": error_object(error) | extra}, default=str))
+    """The event that ends a cut stream. `status` is what a whole response would have had."""
+    body = error_object(error) | {"status": error.http_status} | extra
+    return encode_event(orjson.dumps({"error": body}, default=str))
 
 
 class StreamTail:

@@ -33,8 +33,9 @@ class Sidecar(Protocol):
 
     config: SidecarConfig
     clock: Clock
-    upstream: Upstream
 
+    @property
+    def upstream(self) -> Upstream: ...
     @property
     def gate(self) -> AdmissionGate: ...
 
@@ -115,9 +116,10 @@ class Passage:
 
     async def _pass(self, payload: bytes) -> None:
         request, sidecar = self._request, self._sidecar
+        upstream = sidecar.upstream
         lines = request.lines if self._labelled else request.without(b"accept-encoding:")
-        head = request_head(request, sidecar.upstream.authority, lines, len(payload))
-        exchange = await sidecar.upstream.send(
+        head = request_head(request, upstream.authority, lines, len(payload))
+        exchange = await upstream.send(
             head, payload, bare=request.method == "HEAD", on_sent=self._sent
         )
         bytes_max = sidecar.config.response_bytes_max

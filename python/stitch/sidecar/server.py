@@ -65,7 +65,9 @@ class SidecarServer:
     def __init__(self, view: ReplicaView, *, config: SidecarConfig, env: Env) -> None:
         self.config = config
         self.clock = env.clock
-        self.upstream = Upstream(view.engine.base_url, limits=config.engine, env=env)
+        self._env = env
+        self._engine_url = view.engine.base_url
+        self._upstream = Upstream(self._engine_url, limits=config.engine, env=env)
         self.port = 0
         self._view = view
         self._rid_prefix = env.random.nonce()
@@ -93,6 +95,17 @@ class SidecarServer:
         """The replica's gate."""
         return self._view.gate
 
+    @property
+    def upstream(self) -> Upstream:
+        """Connections to the engine, wherever it is now."""
+        url = self._view.engine.base_url
+        if url != self._engine_url:
+            log.info("engine moved", extra={"from": self._engine_url, "to": url})
+            self.spawn(self._upstream.close(), "upstream-close")
+            self._engine_url = url
+            self._upstream = Upstream(url, limits=self.config.engine, env=self._env)
+        return self._upstream
+
     async def start(self, host: str, port: int) -> None:
         """Bind and serve."""
         self.port = await self._http.start(host, port)
@@ -106,7 +119,7 @@ class SidecarServer:
         """Stop serving; requests still running after `close_s` are cut."""
         self._streams.close()
         await self._http.close(self.config.close_s)
-        await self.upstream.close()
+        await self._upstream.close()
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=self.config.abort_s + 1.0)
 
