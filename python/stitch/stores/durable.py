@@ -98,21 +98,25 @@ class DurableFiles:
 
         Raises: FileExistsError if `final` has contents but no index.
         """
-        self._files.sync_directory(staging)
         created = False
         if not self._files.exists(index):
-            try:
-                self._files.rename(staging, final)
-                created = True
-            except OSError as error:
-                if not self._files.exists(index):
-                    if self._files.names(final):
-                        raise FileExistsError(
-                            f"{final} holds files but no index; it is no sealed version"
-                        ) from error
-                    raise
+            self._files.sync_directory(staging)
+            created = self._renamed(staging, final, index)
         self._files.sync_directory(final.parent)
         return created
+
+    def _renamed(self, staging: Path, final: Path, index: Path) -> bool:
+        try:
+            self._files.rename(staging, final)
+        except OSError as error:
+            if self._files.exists(index):
+                return False
+            if self._files.names(final):
+                raise FileExistsError(
+                    f"{final} holds files but no index; it is no sealed version"
+                ) from error
+            raise
+        return True
 
     def confirm(self, index: Path) -> bool:
         """Whether a version is sealed, made durable if so."""
