@@ -550,3 +550,41 @@ async def test_an_unconstrained_body_passes_as_it_is(rig) -> None:
     odd = b'{"weight\\u005fversion":{"min_version":-1}}'
     async with rig.http.post(rig.url + "/generate", data=odd) as answer:
         assert answer.status == 400
+
+
+async def test_a_full_pool_queues_in_order_and_serves_all(rig) -> None:
+    await rig.start([v(1), v(1)], config=GatewayConfig(in_flight_max=2))
+    calls = [
+        asyncio.create_task(rig.post(fake={"delay_s": 0.05}, weight_version={"max_wait_ms": 5000}))
+        for _ in range(20)
+    ]
+    peak = 0
+    while not all(call.done() for call in calls):
+        peak = max(peak, rig.gateway.status()["in_flight"])
+        await asyncio.sleep(0.005)
+    assert {status for status, _, _ in await asyncio.gather(*calls)} == {200}
+    assert peak == 4
+    held = [asyncio.create_task(rig.post(fake={"delay_s": 0.3})) for _ in range(4)]
+    await eventually(lambda: rig.gateway.status()["in_flight"] == 4)
+    status, _, body = await rig.post(weight_version={"max_wait_ms": 0})
+    assert (status, body["error"]["code"]) == (429, "Overloaded")
+    await asyncio.gather(*held)
+
+
+async def test_back_pressure_does_not_refuse_who_can_not_wait(rig) -> None:
+    await rig.start([v(1)])
+    seat = rig.seats()[0]
+    seat.avoid_until = asyncio.get_running_loop().time() + 1e9
+    status, _, _ = await rig.post(weight_version={"max_wait_ms": 0})
+    assert status == 200
+
+
+async def test_a_replica_that_moves_is_found_again(rig) -> None:
+    await rig.start([v(1)])
+    assert (await rig.post())[0] == 200
+    await rig.add(v(1))
+    moved = Member("m0", rig.replicas[1].url)
+    rig.pool.set([moved])
+    await eventually(lambda: [seat.member for seat in rig.gateway.roster.ready] == [moved])
+    await rig.replicas[0].sidecar.close()
+    assert (await rig.post())[1]["x-stitch-replica"] == "replica-1"

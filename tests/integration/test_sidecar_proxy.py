@@ -253,3 +253,11 @@ async def test_a_client_that_leaves_aborts_its_generation(http, replica, kind) -
     await eventually(lambda: replica.view.gate.running == 0)
     assert replica.server.aborted == ["left"]
     assert not replica.server.running
+
+
+async def test_an_engine_that_moves_is_found_at_once(http, replica) -> None:
+    assert (await generate(http, replica))[0] == 200
+    await replica.server.close()
+    await replica.server.start()
+    replica.view.engine.base_url = f"http://127.0.0.1:{replica.server.port}"
+    assert (await generate(http, replica))[0] == 200

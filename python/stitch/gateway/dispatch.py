@@ -70,9 +70,17 @@ class Dispatcher:
         await _Journey(self, request, response).run()
 
     def reserve(
-        self, constraint: Constraint, key: str | None, left_out: Callable[[Seat], bool]
+        self,
+        constraint: Constraint,
+        key: str | None,
+        left_out: Callable[[Seat], bool],
+        *,
+        pressing: bool = False,
     ) -> Seat | None:
-        """Choose a member and take one of its slots, in one step."""
+        """Choose a member and take one of its slots, in one step.
+
+        pressing: the request can't wait, so members under back-pressure are taken too.
+        """
         roster = self._roster
         found = eligible(
             list(roster.seats.values()),
@@ -81,7 +89,9 @@ class Dispatcher:
             in_flight_max=self._config.in_flight_max,
         )
         now = self._clock.monotonic()
-        found = [seat for seat in found if now >= seat.avoid_until and not left_out(seat)]
+        found = [
+            seat for seat in found if (pressing or now >= seat.avoid_until) and not left_out(seat)
+        ]
         if not found:
             return None
         seat = least_loaded(found) if key is None else self.affinity.choose(key, found)
@@ -150,13 +160,19 @@ class _Journey:
                 self._clock.monotonic() - self._start
             )
             if left_s <= 0 or not refused.error.retryable:
+                seat = self._of.reserve(bounded, self._key, self._is_left_out, pressing=True)
+                if seat is not None:
+                    return seat, bounded
                 raise refused.error
             if self._of.waiting >= self._config.waiting_max:
                 self._of._count("stitch_gateway_shed_total", "")
                 raise Overloaded(f"{self._of.waiting} requests already wait here; try later")
             self._of.waiting += 1
             try:
-                await self._roster.change(min(left_s, self._next_look_s()))
+                await self._roster.change(
+                    min(left_s, self._next_look_s()),
+                    for_slot=isinstance(refused.error, Overloaded),
+                )
             finally:
                 self._of.waiting -= 1
 

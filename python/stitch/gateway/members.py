@@ -20,6 +20,7 @@ from stitch.types import Ref, ReplicaState
 __all__ = ["Roster", "Seat"]
 
 _RETIRED_MAX = 16
+_LEAVER_LOOK_S = 0.05
 
 
 class Seat:
@@ -103,7 +104,9 @@ class Roster:
         self._env = env
         self._runs: dict[str, None] = {}
         self._waiters: deque[asyncio.Future[None]] = deque()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._slot_waiters: deque[asyncio.Future[None]] = deque()
+        self._leavers: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     def apply(self, members: Iterable[Member]) -> tuple[list[Seat], list[Seat]]:
         """Take in a member list. Returns: seats that joined and seats that left."""
@@ -150,8 +153,7 @@ class Roster:
         """A request of the member ended."""
         seat.in_flight -= 1
         assert seat.in_flight >= 0, seat.member.id
-        if self._waiters:
-            self.notify()
+        _wake_one(self._slot_waiters)
 
     @property
     def ready(self) -> Sequence[Seat]:
@@ -161,20 +163,24 @@ class Roster:
     @property
     def waiting(self) -> int:
         """Requests waiting for news."""
-        return len(self._waiters)
+        return len(self._waiters) + len(self._slot_waiters)
 
     def notify(self) -> None:
         """Something changed: let waiting requests look again, oldest first."""
         self.version += 1
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
+        for waiters in (self._waiters, self._slot_waiters):
+            while waiters:
+                _wake_one(waiters)
 
-    async def change(self, limit_s: float) -> None:
-        """Wait for the next change, at most `limit_s`."""
+    async def change(self, limit_s: float, *, for_slot: bool) -> None:
+        """Wait for the next change, or for a slot to be free, at most `limit_s`.
+
+        A freed slot wakes one of those that wait for one: all of them, each time, would make
+        a full pool spend its time on looking.
+        """
         waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
+        waiters = self._slot_waiters if for_slot else self._waiters
+        waiters.append(waiter)
         try:
             async with self.clock.timeout(limit_s):
                 await waiter
@@ -182,13 +188,14 @@ class Roster:
             return
         finally:
             with contextlib.suppress(ValueError):
-                self._waiters.remove(waiter)
+                waiters.remove(waiter)
 
     async def close(self) -> None:
-        """Drop all members."""
+        """Drop all members and cut what still runs on them."""
+        self._closed = True
         self.apply([])
-        if self._closing:
-            await asyncio.wait(set(self._closing))
+        if self._leavers:
+            await asyncio.wait(set(self._leavers))
 
     def _see_latest(self, latest: Ref, before: Ref | None) -> None:
         """Keep the freshest pointer: the higher number within a run; of two runs, the one not
@@ -207,11 +214,19 @@ class Roster:
         """Let requests that still run on a member that left end by themselves."""
 
         async def close() -> None:
-            end = self.clock.monotonic() + self.config.close_s
-            while len(upstream.open) > len(upstream.idle) and self.clock.monotonic() < end:
-                await self.clock.sleep(0.05)
+            while len(upstream.open) > len(upstream.idle) and not self._closed:
+                await self.clock.sleep(_LEAVER_LOOK_S)
             await upstream.close()
 
         task = asyncio.get_running_loop().create_task(close(), name="member-close")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._leavers.add(task)
+        task.add_done_callback(self._leavers.discard)
+
+
+def _wake_one(waiters: deque[asyncio.Future[None]]) -> None:
+    """Wake the oldest that still waits."""
+    while waiters:
+        waiter = waiters.popleft()
+        if not waiter.done():
+            waiter.set_result(None)
+            return

@@ -78,7 +78,7 @@ class Passage:
     async def run(self, payload: bytes) -> None:
         """Send `payload` upstream and the response back. Frees the lease on every path.
 
-        Raises: EngineUnavailable if the engine was lost before the first byte went out.
+        An engine lost before the first byte is answered with EngineUnavailable.
         """
         lease = self._lease
         self._task = asyncio.current_task()
@@ -91,10 +91,10 @@ class Passage:
             log.warning(
                 "engine lost", extra={"path": self._request.path, "rids": self._rids, "why": error}
             )
-            raise EngineUnavailable(
-                "the engine broke off before it answered; try again",
-                replica_path=self._request.path,
-            ) from error
+            gone = EngineUnavailable(
+                "the engine broke off before it answered; try again", **self._versions()
+            )
+            self._response.send_error(gone, headers=self._extra)
         except asyncio.CancelledError:
             assert self._task is not None
             if lease.error is not None and self._task.uncancel() == 0:
