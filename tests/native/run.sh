@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Builds and runs the native tests. usage: tests/native/run.sh [address|thread|none] [FUZZ_SECONDS]
 # address includes the undefined-behaviour sanitizer. Warnings are errors here.
+# RECORD=1 writes the passing run of every variant that this machine runs to oracle-runs.txt; a
+# variant is chosen by default only while such a record of its sources exists.
 set -euo pipefail
 
 sanitizer=${1:-address}
@@ -38,6 +40,23 @@ if [[ $sanitizer == none ]]; then
 fi
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1:allocator_may_return_null=1}
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
+record() {
+  local variant=$1 records="$root/tests/native/oracle-runs.txt" digest cpu compiler
+  digest=$(cd "$root/csrc" && cat "cpu/$variant.cpp" cpu/variants.hpp cpu/xxh3_variant.inc \
+    core/kernels.hpp | sha256sum | cut -d' ' -f1)
+  cpu=$(grep -m1 '^model name' /proc/cpuinfo | cut -d: -f2- | xargs)
+  compiler=$("${CXX:-c++}" --version | sed -n 1p)
+  touch "$records"
+  sed -i "/^$variant |/d" "$records"
+  echo "$variant | $digest | $cpu | $compiler" >>"$records"
+  sort -o "$records" "$records"
+}
+
 cd "$build"
 echo "native tests, sanitizer: $sanitizer"
-./tests/native/stitch_native_tests "$root/tests/native/corpus" "$fuzz_seconds"
+./tests/native/stitch_native_tests "$root/tests/native/corpus" "$fuzz_seconds" | tee run.log
+if [[ ${RECORD:-} == 1 ]]; then
+  for variant in $(sed -n 's/^variants covered: //p' run.log | tr -d ,); do
+    record "$variant"
+  done
+fi
