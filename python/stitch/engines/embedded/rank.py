@@ -138,15 +138,15 @@ class Rank:
             return
         if order.incarnation in self._retired:
             raise _Refused(f"incarnation {order.incarnation} was replaced by {self.incarnation}")
-        if self.incarnation is None:
-            self.incarnation = order.incarnation
-            return
+        if self.incarnation is None and order.op != "discard":
+            raise _Refused("no incarnation drives this rank yet; it must begin with a discard")
         if order.op != "discard":
             raise _Refused(
                 f"the rank belongs to incarnation {self.incarnation}; "
                 f"{order.incarnation} must take it over with a discard first"
             )
-        self._retired.add(self.incarnation)
+        if self.incarnation is not None:
+            self._retired.add(self.incarnation)
         self.incarnation = order.incarnation
         self._attempt = _Attempt()
         self._set_label(None)
