@@ -1,0 +1,134 @@
+"""wait_live: who is counted, who is missing and why, and that the dead are never waited for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from stitch.errors import InvalidInput, Unavailable
+from stitch.pools.base import Member
+from stitch.publisher.live import LiveWatch
+from stitch.publisher.publication import LiveReport
+from stitch.testing.clock import run_virtual, virtual_env
+from stitch.types import Ref
+
+REF = Ref("a", 3)
+Report = Mapping[str, Any] | None
+
+
+class FixedPool:
+    def __init__(self, count: int) -> None:
+        self._members = [Member(f"m{n}", f"http://m{n}") for n in range(count)]
+
+    async def members(self) -> Sequence[Member]:
+        return self._members
+
+    async def watch(self) -> AsyncIterator[Sequence[Member]]:
+        yield self._members
+
+    async def wake(self) -> int:
+        return 0
+
+    async def scale(self, replicas: int) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+
+def report(
+    version: int | None, state: str = "READY", incarnation: str = "i", run: str = "a"
+) -> Report:
+    served = None if version is None else {"run_id": run, "version": version}
+    return {"replica_id": None, "incarnation": incarnation, "state": state, "served": served}
+
+
+def wait(
+    scripts: Sequence[Callable[[int], Report]], replicas: int | float, timeout_s: float = 10.0
+) -> LiveReport:
+    """Each script gives a member's report by call number; None means no answer."""
+    calls = [0] * len(scripts)
+
+    async def fetch(url: str) -> Mapping[str, Any]:
+        number = int(url.removeprefix("http://m"))
+        calls[number] += 1
+        found = scripts[number](calls[number])
+        if found is None:
+            raise Unavailable("connection refused")
+        return found
+
+    async def run() -> LiveReport:
+        watch = LiveWatch(FixedPool(len(scripts)), virtual_env(1), fetch)
+        return await watch.wait(REF, replicas=replicas, timeout_s=timeout_s)
+
+    return run_virtual(run)
+
+
+def test_all_are_waited_for() -> None:
+    found = wait([lambda n: report(3 if n > 4 else 2), lambda n: report(3)], 1.0)
+    assert found.live == ("m0", "m1")
+    assert found.missing == {}
+    assert found.enough
+
+
+def test_a_later_version_counts_and_another_run_does_not() -> None:
+    found = wait([lambda n: report(5), lambda n: report(9, run="b")], 1.0, timeout_s=1.0)
+    assert found.live == ("m0",)
+    assert "b/weight_v000009" in found.missing["m1"]
+    assert not found.enough
+
+
+def test_a_count_is_enough_without_the_others() -> None:
+    found = wait([lambda n: report(3), lambda n: report(2), lambda n: report(1)], 1)
+    assert found.live == ("m0",)
+    assert set(found.missing) == {"m1", "m2"}
+    assert found.enough
+
+
+def test_a_share_is_rounded_up() -> None:
+    found = wait([lambda n: report(3), lambda n: report(3), lambda n: report(2)], 0.5, 1.0)
+    assert (found.wanted, found.enough) == (2, True)
+
+
+@pytest.mark.parametrize("state", ["BOOTING", "UNKNOWN", "DRAINING", "FAILED"])
+def test_who_was_not_ready_at_the_call_is_not_counted(state: str) -> None:
+    found = wait([lambda n: report(3), lambda n: report(None, state)], 1.0)
+    assert found.live == ("m0",)
+    assert found.wanted == 1
+    assert state in found.missing["m1"]
+
+
+def test_one_that_is_catching_up_is_counted() -> None:
+    found = wait([lambda n: report(3 if n > 3 else None, "CATCHING_UP")], 1.0)
+    assert found.enough
+
+
+def test_one_that_dies_is_missing_and_not_waited_for() -> None:
+    found = wait([lambda n: report(3), lambda n: report(2) if n < 3 else None], 1.0, 3600.0)
+    assert found.live == ("m0",)
+    assert "connection refused" in found.missing["m1"]
+    assert not found.enough
+
+
+def test_another_incarnation_is_not_the_one_that_was_counted() -> None:
+    found = wait([lambda n: report(3, incarnation="i" if n == 1 else "j")], 1.0, 3600.0)
+    assert found.live == ()
+    assert "incarnation" in found.missing["m0"]
+
+
+def test_a_short_silence_is_forgiven() -> None:
+    found = wait([lambda n: None if n in (2, 3) else report(3 if n > 4 else 2)], 1.0)
+    assert found.enough
+
+
+def test_an_empty_pool_has_nobody_to_wait_for() -> None:
+    assert wait([], 1.0).enough
+    assert not wait([], 1, timeout_s=1.0).enough
+
+
+@pytest.mark.parametrize("replicas", [-1, 1.5, -0.1, True])
+def test_impossible_counts_are_refused(replicas: Any) -> None:
+    with pytest.raises(InvalidInput):
+        wait([lambda n: report(3)], replicas)
