@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -19,6 +20,9 @@ from stitch.demo.model import load_model, output_logprobs
 from stitch.rl.trajectory import Trajectory
 
 __all__ = ["Learner", "LearnerConfig", "StepReport"]
+
+# Trajectories per forward pass: activations of more fall out of the cache of a small machine.
+_PART: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +74,44 @@ class Learner:
     def step(self, batch: Sequence[Trajectory]) -> StepReport:
         """One optimizer step on whole groups of equally long trajectories."""
         config = self._config
-        prompts = torch.tensor([t.prompt_ids for t in batch])
-        outputs = torch.tensor([t.output_ids for t in batch])
-        behaviour = torch.tensor([t.logprobs for t in batch])
         rewards = torch.tensor([t.rewards for t in batch])
         advantages = self._advantages(rewards, torch.tensor([t.group for t in batch]))
-        chosen, every = output_logprobs(self._model, prompts, outputs)
-        ratio = (chosen - behaviour).exp()
-        clipped = ratio.clamp(config.ratio_min, config.ratio_max)
-        gain = torch.minimum(ratio * advantages, clipped * advantages).mean()
-        entropy = -(every.exp() * every).sum(dim=-1).mean()
-        loss = -gain - config.entropy * entropy
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        parts = [
+            self._backward(batch[at : at + _PART], advantages[at : at + _PART], rewards.numel())
+            for at in range(0, len(batch), _PART)
+        ]
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.norm_max)
         self._optimizer.step()
         return StepReport(
             reward=float(rewards.mean()),
-            entropy=float(entropy),
-            clipped=float((ratio != clipped).float().mean()),
-            ratio_max=float(ratio.max()),
+            entropy=sum(entropy for entropy, _, _ in parts),
+            clipped=sum(clipped for _, clipped, _ in parts),
+            ratio_max=max(ratio for _, _, ratio in parts),
             gradient_norm=float(norm),
         )
+
+    def _backward(
+        self, part: Sequence[Trajectory], advantages: torch.Tensor, tokens: int
+    ) -> tuple[float, float, float]:
+        """Add the gradient of one part of the batch, whose loss is a mean over `tokens` in all.
+
+        Returns: the part's share of entropy and clipped fraction, and its greatest ratio.
+        """
+        config = self._config
+        prompts = torch.tensor([t.prompt_ids for t in part])
+        outputs = torch.tensor([t.output_ids for t in part])
+        behaviour = torch.tensor([t.logprobs for t in part])
+        chosen, every = output_logprobs(self._model, prompts, outputs)
+        ratio = (chosen - behaviour).exp()
+        clipped = ratio.clamp(config.ratio_min, config.ratio_max)
+        gain = torch.minimum(ratio * advantages, clipped * advantages).sum() / tokens
+        entropy = -(every.exp() * every).sum() / tokens
+        loss = -gain - config.entropy * entropy
+        loss.backward()
+        with torch.no_grad():
+            share = float((ratio != clipped).sum()) / tokens
+            return float(entropy), share, float(ratio.max())
 
     def _advantages(self, rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         advantages = torch.empty_like(rewards)

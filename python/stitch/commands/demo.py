@@ -1,0 +1,112 @@
+"""`stitch demo`: a small asynchronous RL job with replicas that die and join.
+
+Exit code 0 if every check passed, 1 if one failed, 2 if the run could not be carried out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stitch.env import Env
+from stitch.errors import InvalidInput
+from stitch.types import ActivationMode
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stitch.demo.run import Outcome
+
+__all__ = ["configure", "run"]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60, help="trainer steps (default 60)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=1e-3, help="0 learns nothing, and must fail")
+    parser.add_argument(
+        "--mode", choices=[mode.value for mode in ActivationMode], default="recompute"
+    )
+    parser.add_argument("--no-chaos", action="store_true", help="kill no replica")
+    parser.add_argument("--keep", action="store_true", help="leave the pool running at the end")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-out"),
+        help="directory for report, store and logs (default demo-out)",
+    )  # fmt: skip
+    parser.add_argument("--shift-labels", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the demo. Returns the exit code."""
+    try:
+        from rich.console import Console
+
+        from stitch.demo.run import run_demo
+        from stitch.demo.settings import DemoSettings
+        from stitch.demo.view import open_view
+    except ModuleNotFoundError as error:
+        raise InvalidInput(f"{error.name} is missing; install stitch-rl[torch]") from error
+    settings = DemoSettings(
+        out=options.out,
+        replicas=options.replicas,
+        steps=options.steps,
+        seed=options.seed,
+        lr=options.lr,
+        chaos=not options.no_chaos,
+        keep=options.keep,
+        mode=options.mode,
+        shift_labels=options.shift_labels,
+    )
+    console = Console(stderr=options.json)
+
+    def kept(url: str) -> None:
+        console.print(f"the pool stays at {url}; press Ctrl-C to end it", markup=False)
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            return
+
+    outcome = run_demo(settings, open_view(settings, console), env=Env(), on_kept=kept)
+    _summarize(outcome, console)
+    if options.json:
+        sys.stdout.write(_json(outcome) + "\n")
+    return 0 if outcome.passed else 1
+
+
+def _summarize(outcome: Outcome, console: Console) -> None:
+    from stitch.demo.report import summary_rows
+
+    def say(style: str, word: str, name: str, detail: str) -> None:
+        console.print(f"[{style}]{word:>7}[/{style}]  {name:<30}", detail, soft_wrap=True)
+
+    for name, detail in summary_rows(outcome.record):
+        say("dim", "", name, detail)
+    for check in outcome.checks:
+        word = "ok" if check.passed else "FAILED" if check.required else "missed"
+        style = "green" if check.passed else "red" if check.required else "yellow"
+        say(style, word, check.name, check.detail)
+    console.print(f"report: {outcome.report_path}", markup=False, soft_wrap=True, highlight=False)
+
+
+def _json(outcome: Outcome) -> str:
+    from stitch.demo.report import pause_rows
+
+    return json.dumps(
+        {
+            "passed": outcome.passed,
+            "checks": {check.name: [check.passed, check.detail] for check in outcome.checks},
+            "labels": outcome.labels.to_wire(),
+            "latest": str(outcome.latest),
+            "pauses": [list(row) for row in pause_rows(outcome.record)],
+            "steps": len(outcome.record.steps),
+            "seconds": round(outcome.record.now_s, 1),
+            "report": str(outcome.report_path),
+        }
+    )
