@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
             hidden_size=64,
             layers=2,
             init_std=0.2,
-            max_position=640,
+            max_position=2048,
         )
     return {version: root / f"v{version}" for version in (1, 2, 3)}
 

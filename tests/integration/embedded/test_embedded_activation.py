@@ -17,6 +17,8 @@ from stitch.types import ActivationMode, Label, Ref
 
 pytestmark = pytest.mark.engine
 
+# Enough tokens that a pause meant for the middle of a request finds it running.
+LONG = 1200
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -40,7 +42,7 @@ async def _pause_midway(live: Any, task: asyncio.Task[Any], mode: ActivationMode
 @pytest.mark.parametrize("sampling", [GREEDY, {"seed": 4, "ignore_eos": True}])
 async def test_recompute_makes_the_tail_that_of_a_fresh_run(live: Any, sampling: Any) -> None:
     prompt = list(range(40, 77))
-    task = asyncio.create_task(live.generate(prompt, max_new_tokens=400, **sampling))
+    task = asyncio.create_task(live.generate(prompt, max_new_tokens=LONG, **sampling))
     assert (await live.stage(2, undo=1)).ok
     await _pause_midway(live, task, ActivationMode.RECOMPUTE)
     await live.must("commit")
@@ -49,7 +51,7 @@ async def test_recompute_makes_the_tail_that_of_a_fresh_run(live: Any, sampling:
     answer = await task
     (_, start, cut, first), (_, at, end, second) = _spans(answer)
     assert [s[0] for s in _spans(answer)] == [1, 2]
-    assert (start, at, end, first, second) == (0, cut, 400, "exact", "exact")
+    assert (start, at, end, first, second) == (0, cut, LONG, "exact", "exact")
     assert answer["meta_info"]["weight_version_start"] == 1
     assert answer["meta_info"]["weight_version_end"] == 2
     assert answer["meta_info"]["weight_version"] == "1"
@@ -57,7 +59,7 @@ async def test_recompute_makes_the_tail_that_of_a_fresh_run(live: Any, sampling:
         # Tail: bit for bit what the new weights alone say about prompt + tokens so far.
         so_far = prompt + answer["output_ids"][:cut]
         fresh = await live.generate(
-            so_far, max_new_tokens=400 - cut, **GREEDY, extra={"extra_key": "fresh"}
+            so_far, max_new_tokens=LONG - cut, **GREEDY, extra={"extra_key": "fresh"}
         )
         assert fresh["meta_info"]["cached_tokens"] == 0
         assert _triples(fresh) == _triples(answer)[cut:]
@@ -68,7 +70,7 @@ async def test_recompute_makes_the_tail_that_of_a_fresh_run(live: Any, sampling:
 
 async def test_carried_state_is_marked_and_never_cached(live: Any) -> None:
     prompt = list(range(40, 77))
-    task = asyncio.create_task(live.generate(prompt, max_new_tokens=400, **GREEDY))
+    task = asyncio.create_task(live.generate(prompt, max_new_tokens=LONG, **GREEDY))
     assert (await live.stage(2, undo=1)).ok
     await _pause_midway(live, task, ActivationMode.IN_PLACE)
     await live.must("commit")
@@ -76,9 +78,9 @@ async def test_carried_state_is_marked_and_never_cached(live: Any) -> None:
     await live.engine.resume(recompute=False)
     answer = await task
     (v1, _, cut, first), (v2, _, end, second) = _spans(answer)
-    assert (v1, first, v2, second, end) == (1, "exact", 2, "carried", 400)
+    assert (v1, first, v2, second, end) == (1, "exact", 2, "carried", LONG)
     so_far = prompt + answer["output_ids"][:cut]
-    fresh = await live.generate(so_far, max_new_tokens=400 - cut, **GREEDY)
+    fresh = await live.generate(so_far, max_new_tokens=LONG - cut, **GREEDY)
     assert fresh["meta_info"]["cached_tokens"] == 0
     assert _triples(fresh) != _triples(answer)[cut:], "the weights changed too little to tell"
 
@@ -240,7 +242,7 @@ async def test_a_partial_stage_changes_those_tensors_alone(live: Any) -> None:
 
 async def test_while_paused_aborts_answer_at_once_and_arrivals_wait(live: Any) -> None:
     task = asyncio.create_task(
-        live.generate("running", max_new_tokens=500, **GREEDY, extra={"rid": "run"})
+        live.generate("running", max_new_tokens=LONG, **GREEDY, extra={"rid": "run"})
     )
     await _pause_midway(live, task, ActivationMode.RECOMPUTE)
     held = asyncio.create_task(
@@ -267,16 +269,16 @@ async def test_while_paused_aborts_answer_at_once_and_arrivals_wait(live: Any) -
 
 
 async def test_quiesce_refuses_to_cut_running_requests(live: Any) -> None:
-    task = asyncio.create_task(live.generate("running", max_new_tokens=300, **GREEDY))
+    task = asyncio.create_task(live.generate("running", max_new_tokens=LONG, **GREEDY))
     await live.until(lambda i: i["running"] == 1, "it runs")
     with pytest.raises(ActivationFailed):
         await live.engine.pause(ActivationMode.QUIESCE)
-    assert (await task)["meta_info"]["completion_tokens"] == 300
+    assert (await task)["meta_info"]["completion_tokens"] == LONG
     await live.engine.pause(ActivationMode.QUIESCE)
 
 
 async def test_a_relabel_of_equal_bytes_keeps_prefixes_exact(live: Any) -> None:
-    task = asyncio.create_task(live.generate("relabel", max_new_tokens=300, **GREEDY))
+    task = asyncio.create_task(live.generate("relabel", max_new_tokens=LONG, **GREEDY))
     await _pause_midway(live, task, ActivationMode.IN_PLACE)
     await live.label(2)
     await live.engine.resume(recompute=False)
@@ -363,7 +365,7 @@ def _other_shape(target: Path) -> Path:
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_sglang_pause_modes(live: Any, mode: str) -> None:
-    task = asyncio.create_task(live.generate("modes", max_new_tokens=300, **GREEDY))
+    task = asyncio.create_task(live.generate("modes", max_new_tokens=LONG, **GREEDY))
     await live.until(lambda i: i["running"] == 1, "it runs")
     status, answer = await live.post("/flush_cache", {})
     assert status == 400
@@ -378,4 +380,4 @@ async def test_sglang_pause_modes(live: Any, mode: str) -> None:
     assert (await live.post("/update_weights_from_disk", update))[0] == 200
     assert (await live.post("/continue_generation", {}))[0] == 200
     if mode != "abort":
-        assert (await task)["meta_info"]["completion_tokens"] == 300
+        assert (await task)["meta_info"]["completion_tokens"] == LONG
