@@ -28,10 +28,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """What to claim. `fork_from`: a ref, or "pointer", for a run that starts from another's."""
+    """What to claim. boot_version: None means 0 for a new run, and as it is for another.
+    fork_from: a ref, or "pointer", for a run that starts from another's version."""
 
     run_id: str
-    boot_version: int = 0
+    boot_version: int | None = None
     fork_from: Ref | str | None = None
 
 
@@ -46,7 +47,7 @@ async def claim(store: Store, request: ClaimRequest, loader: Loader, env: Env) -
     record = await load_run(store, request.run_id)
     if record is not None:
         return await _resume(store, request, record, pointer, loader)
-    boot_version, point, state = request.boot_version, None, None
+    boot_version, point, state = request.boot_version or 0, None, None
     if request.fork_from is not None:
         state, point = await _fork_point(store, request.fork_from, pointer, loader)
         boot_version = point.version
@@ -106,7 +107,7 @@ async def _resume(
     pointer: PointerRead,
     loader: Loader,
 ) -> Session:
-    if request.fork_from is None and request.boot_version != record.boot_version:
+    if request.boot_version not in (None, record.boot_version):
         raise InvalidInput(
             f"run {record.run_id} boots from version {record.boot_version}, not "
             f"{request.boot_version}",

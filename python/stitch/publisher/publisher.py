@@ -51,7 +51,7 @@ class Publisher:
         run_id: the run to claim, or to go on with after a restart.
         base: HF checkpoint directory of the boot version. Without it the first version must
             be, and is, an anchor with every tensor.
-        boot_version: the number that the base counts as.
+        boot_version: the number that the base counts as; 0 unless given.
         fork_from: start the run from another's version: a Ref, its text, or "pointer".
         encoding, checksum: of deltas; see `docs/publication-format.md`.
         anchor_every: at most so many versions from anchor to anchor; None means no limit.
@@ -75,7 +75,7 @@ class Publisher:
         *,
         run_id: str,
         base: str | os.PathLike[str] | None = None,
-        boot_version: int = 0,
+        boot_version: int | None = None,
         fork_from: Ref | str | None = None,
         encoding: str = "xor",
         checksum: str = "xxh3-128",
@@ -91,7 +91,7 @@ class Publisher:
         env: Env | None = None,
         fetch_report: FetchReport = fetch_server_info,
     ) -> None:
-        Ref(run_id, boot_version)
+        Ref(run_id, boot_version or 0)
         check_encoding(encoding)
         if checksum not in DIGEST_FORMATS:
             raise InvalidInput(
