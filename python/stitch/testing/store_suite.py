@@ -133,13 +133,13 @@ async def create_is_create_only(open_client: OpenClient) -> None:
 async def one_of_many_creates_wins(open_client: OpenClient) -> None:
     """Of concurrent creates exactly one returns True, and its bytes are there, whole."""
     clients = [open_client() for _ in range(8)]
-    datas = [b"%d" % number * 1000 for number in range(8)]
+    bodies = [b"%d" % number * 1000 for number in range(8)]
     results = await asyncio.gather(
-        *(c.create("runs/a/run.json", d) for c, d in zip(clients, datas, strict=True))
+        *(c.create("runs/a/run.json", d) for c, d in zip(clients, bodies, strict=True))
     )
     assert sum(results) == 1, f"{sum(results)} of 8 creates won"
     found = await clients[0].read("runs/a/run.json", size_max=_READ_MAX)
-    assert found == datas[results.index(True)], "not the winner's bytes are there"
+    assert found == bodies[results.index(True)], "not the winner's bytes are there"
 
 
 async def read_gives_all_bytes_or_none(open_client: OpenClient) -> None:
