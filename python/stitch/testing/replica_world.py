@@ -51,6 +51,7 @@ class SlowOffload(InlineOffload):
 class FaultyStore(LocalStore):
     """A local store that reads like a remote one: no local paths, latency, failures.
 
+    remote: versions are fetched rather than read in place. leases: kept here if not None.
     failing: every read fails. chance: probability that one read fails. latency_s: upper bound
     of each read's virtual time. pointer: text served instead of the stored pointer, if set.
     """
@@ -63,10 +64,12 @@ class FaultyStore(LocalStore):
         self.latency_s = 0.0
         self.pointer: str | None = None
         self.reads = 0
+        self.remote = True
+        self.leases: dict[str, bytes] | None = None
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        return dataclasses.replace(super().capabilities, local_files=False)
+        return dataclasses.replace(super().capabilities, local_files=not self.remote)
 
     async def _strike(self) -> None:
         self.reads += 1
@@ -94,6 +97,18 @@ class FaultyStore(LocalStore):
     ) -> int:
         await self._strike()
         return await super().read_into(key, offset, buffer, expect_token=expect_token)
+
+    async def write_lease(self, name: str, data: bytes) -> None:
+        if self.leases is None:
+            await super().write_lease(name, data)
+        else:
+            self.leases[name] = data
+
+    async def drop_lease(self, name: str) -> None:
+        if self.leases is None:
+            await super().drop_lease(name)
+        else:
+            self.leases.pop(name, None)
 
 
 @dataclass
@@ -355,6 +370,7 @@ async def world(
         simulated.die()
         await simulated.close()
         await asyncio.sleep(0)
+        files.remove_tree(work_dir)
 
 
 def _directories(root: Path, nonce: str) -> tuple[Path, Path]:
@@ -363,7 +379,7 @@ def _directories(root: Path, nonce: str) -> tuple[Path, Path]:
     model_dir, work_dir = root / "model", root / f"work-{nonce}"
     if not model_dir.exists():
         write_checkpoint(model_dir, small_model())
-    work_dir.mkdir()
+    work_dir.mkdir(exist_ok=True)
     return model_dir, work_dir
 
 
