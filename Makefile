@@ -34,10 +34,11 @@ bench: setup ## ratios against named baselines; writes build/bench.json
 	@$(PY) -m pytest -q bench -p no:cacheprovider --timeout=0 --benchmark-only --benchmark-json=build/bench.json $(PYTEST_ARGS)
 
 asan: setup ## native tests under address, undefined-behaviour and thread sanitizers
-	@./tests/native/run.sh
+	@./tests/native/run.sh address 5
+	@./tests/native/run.sh thread 1
 
 fuzz: setup ## time-bounded fuzzing of every native decoder under sanitizers
-	@FUZZ_SECONDS=$${FUZZ_SECONDS:-60} ./tests/native/run.sh
+	@./tests/native/run.sh address $${FUZZ_SECONDS:-60}
 
 wheel: setup ## a repaired wheel in dist/, and a check that it installs in an empty environment
 	@./.ci/wheel
