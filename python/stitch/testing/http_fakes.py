@@ -377,9 +377,11 @@ class FakeView:
 
     async def drain(self, deadline_s: float) -> None:
         self.state = ReplicaState.DRAINING
-        self.gate.refuse(Closed("this replica is leaving; try another"))
+        leaving = Closed("this replica is leaving; try another")
+        self.gate.refuse(leaving)
         self.changed()
-        await self.gate.drained(deadline_s)
+        if not await self.gate.drained(deadline_s):
+            self.gate.abort_all(leaving)
 
 
 @dataclass(slots=True)

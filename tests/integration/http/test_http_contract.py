@@ -22,7 +22,7 @@ from stitch.pools import StaticPool
 from stitch.testing.http_fakes import FakeReplica, fake_replica
 from stitch.types import Label, Ref
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 @pytest.mark.parametrize("name", sorted(contract_schemas()))

@@ -345,6 +345,12 @@ class TestRetries:
         assert sum(len(replica.server.seen) for replica in rig.replicas) == 1
 
 
+async def _stream(rig: Rig, url: str, fake: dict[str, Any]) -> bytes:
+    async with rig.http.post(url + "/generate", json={"fake": fake}) as answer:
+        assert answer.status == 200
+        return await answer.read()
+
+
 def _pin(version: int) -> Any:
     from stitch.types import exactly
 
@@ -477,6 +483,62 @@ class TestMembers:
         answer = await call
         assert (await answer.read()).endswith(b"data: [DONE]\n\n")
         await drain
+
+    async def test_scale_in_loses_nothing_silently(self, rig) -> None:
+        await rig.start([v(1)] * 3)
+        leaver = rig.replicas[0]
+        # Ten long streams and five requests queued at its gate, placed there directly.
+        streams = [
+            asyncio.create_task(
+                _stream(rig, leaver.url, {"kind": "sse", "tokens": 1000, "gap_s": 0.05})
+            )
+            for _ in range(5)
+        ] + [
+            asyncio.create_task(
+                _stream(rig, leaver.url, {"kind": "sse", "tokens": 3, "gap_s": 0.05})
+            )
+            for _ in range(5)
+        ]
+        await eventually(lambda: len(leaver.server.running) == 10)
+        drain = asyncio.create_task(leaver.sidecar.drain(0.5))
+        queued = [asyncio.create_task(rig.post()) for _ in range(5)]
+        for status, headers, _ in await asyncio.gather(*queued):
+            assert (status, headers["x-stitch-replica"] != "replica-0") == (200, True)
+        for index, data in enumerate(await asyncio.gather(*streams)):
+            if index < 5:
+                last = json.loads(data.rstrip().split(b"\n\n")[-1].removeprefix(b"data: "))
+                assert (last["error"]["code"], last["error"]["retryable"]) == ("Closed", True)
+                assert b"[DONE]" not in data
+            else:
+                assert data.endswith(b"data: [DONE]\n\n")
+        await asyncio.wait_for(drain, 5)
+        assert leaver.view.gate.running == 0
+
+    async def test_a_flapping_event_stream_removes_nobody(self, rig) -> None:
+        await rig.start([v(1)], config=GatewayConfig(feed_backoff_s=0.01, feed_backoff_s_max=0.02))
+        streams = rig.replicas[0].sidecar._streams
+        serve = streams.serve
+        served = 0
+
+        async def flaky(request: Any, response: Any, events: Any) -> None:
+            nonlocal served
+            served += 1
+            if served % 5 == 1:
+                response.abort()
+                await events.aclose()
+                return
+            task = asyncio.ensure_future(serve(request, response, events))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.wait({task})
+            response.abort()
+
+        streams.serve = flaky
+        for connection in list(rig.replicas[0].sidecar._http.connections):
+            connection.kill()
+        while served < 30:
+            assert rig.gateway.roster.ready
+            await asyncio.sleep(0.005)
 
     async def test_hysteresis(self, rig) -> None:
         await rig.start([v(1)], config=GatewayConfig(failures_max=3))
