@@ -208,9 +208,8 @@ class Connection(asyncio.Protocol):
             self._start(request)
             return
         self._queue.append(request)
-        if len(self._queue) >= self._limits.pipeline_max and self._transport is not None:
-            self._paused = True
-            self._transport.pause_reading()
+        if len(self._queue) >= self._limits.pipeline_max:
+            self._pause_reading()
 
     # Requests.
 
@@ -291,9 +290,8 @@ class Connection(asyncio.Protocol):
             transport.close()
         elif self._queue:
             self._start(self._queue.popleft())
-            if self._paused and len(self._queue) < self._limits.pipeline_max:
-                self._paused = False
-                transport.resume_reading()
+            if len(self._queue) < self._limits.pipeline_max:
+                self._resume_reading()
         elif self._failure is not None:
             self._send_failure(self._failure)
         else:
@@ -302,6 +300,18 @@ class Connection(asyncio.Protocol):
                 self._limits.keepalive_s if self._phase == _IDLE else (self._limits.head_timeout_s)
             )
             self._deadline = self._host.now + wait_s
+
+    def _pause_reading(self) -> None:
+        transport = self._transport
+        if not self._paused and transport is not None and not transport.is_closing():
+            self._paused = True
+            transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        transport = self._transport
+        if self._paused and transport is not None and not transport.is_closing():
+            self._paused = False
+            transport.resume_reading()
 
     def _answer_expectation(self) -> None:
         if self._expecting and self._response is None and self._transport is not None:

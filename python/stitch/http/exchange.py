@@ -244,14 +244,16 @@ class UpstreamConnection(asyncio.Protocol):
         self._end(self._error("was cancelled"))
 
     def pause(self) -> None:
-        if not self._paused and self._transport is not None:
+        transport = self._transport
+        if not self._paused and transport is not None and not transport.is_closing():
             self._paused = True
-            self._transport.pause_reading()
+            transport.pause_reading()
 
     def resume(self) -> None:
-        if self._paused and self._transport is not None:
+        transport = self._transport
+        if self._paused and transport is not None and not transport.is_closing():
             self._paused = False
-            self._transport.resume_reading()
+            transport.resume_reading()
 
     def check(self, now: float) -> None:
         """End what passed its time. Called by the pool's sweep."""

@@ -68,7 +68,7 @@ def refusal(
             )
         # Met, but the gate refuses new pins or is closed.
         return Refusal(_not_ready(constraint, ready, Unmet.CLOSING), coming=True)
-    if _never(seats, constraint):
+    if _never(seats, constraint, latest):
         return Refusal(
             NeverSatisfiable(
                 f"every replica has passed version {constraint.exact_version}",
@@ -86,17 +86,16 @@ def _coming(constraint: Constraint, latest: Ref | None) -> bool:
     return latest is not None and check_constraint(constraint, latest, latest=latest) is None
 
 
-def _never(seats: Sequence[Seat], constraint: Constraint) -> bool:
-    """Whether all members, and so all that will join, are past an exact version of one run."""
+def _never(seats: Sequence[Seat], constraint: Constraint, latest: Ref | None) -> bool:
+    """Whether all members, and the pointer that all others go to, are past an exact version."""
     exact = constraint.exact_version
     if exact is None:
         return False
     past: Callable[[Ref], bool] = lambda ref: (  # noqa: E731
         ref.version > exact and constraint.run_id in (None, ref.run_id)
     )
-    return all(
-        (ref := _served(seat)) is not None and past(ref) for seat in seats if seat.problem is None
-    )
+    served = [_served(seat) for seat in seats if seat.problem is None]
+    return all(ref is not None and past(ref) for ref in served) and (latest is None or past(latest))
 
 
 def _served(seat: Seat) -> Ref | None:
