@@ -63,3 +63,4 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, field: str, value: ob
     with pytest.raises(InvalidInput) as caught:
         write_tiny_model(tmp_path / "m", **{field: value})  # type: ignore[arg-type]
     assert field in caught.value.message
+    assert not (tmp_path / "m").exists()

@@ -18,6 +18,9 @@ from stitch.errors import InvalidInput
 __all__ = ["build_service"]
 
 _PROBE_PAGES = 16  # what the boot probe needs
+# Bounds of the default pool: eight full contexts within them, and one context in any case.
+_KV_TOKENS_MIN = 8192
+_KV_TOKENS_MAX = 65536
 
 
 def build_service(config: EngineConfig, env: Env) -> Service:
@@ -35,7 +38,7 @@ def build_service(config: EngineConfig, env: Env) -> Service:
             f"context length {context} is not from 2 to the model's {model.context_tokens_max}",
             param="context_length",
         )
-    kv_tokens = config.kv_tokens or max(8192, 8 * context)
+    kv_tokens = config.kv_tokens or max(context, _KV_TOKENS_MIN, min(8 * context, _KV_TOKENS_MAX))
     pages = -(-kv_tokens // PAGE_TOKENS)
     if pages * PAGE_TOKENS < context or pages < _PROBE_PAGES:
         raise InvalidInput(

@@ -21,8 +21,8 @@ class EngineConfig:
     running_max: requests that share a forward pass. queued_max: requests that wait beyond
         them (also while paused); more get 429.
     context_tokens_max: prompt plus completion; None means what the model's config allows.
-    kv_tokens: size of the key/value pool in tokens; None means enough for eight full contexts,
-        at least 8192.
+    kv_tokens: size of the key/value pool in tokens; None means eight full contexts, from 8192
+        to 65536, and at least one.
     prefill_tokens_max: prompt tokens computed per forward pass, so that a long prompt does not
         hold up running requests.
     """

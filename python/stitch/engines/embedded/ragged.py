@@ -27,7 +27,7 @@ __all__ = [
 
 ATTENTION_NAME: Final = "stitch_ragged"
 ROW_TILE: Final = 16
-TILE_QUERIES: Final = 8
+TILE_QUERIES: Final = 4
 BLOCK_TOKENS: Final = 64
 _BLOCK_PAGES: Final = BLOCK_TOKENS // PAGE_TOKENS
 
@@ -158,14 +158,14 @@ def ragged_attention(
     group = heads // kv_heads
     tiles = ragged.block_tiles[0]
     tile_shape = (kv_heads, group, tiles, TILE_QUERIES, dim)
-    packed = query[0].float()[:, ragged.tile_rows].view(tile_shape).transpose(1, 2)
+    packed = query[0].float().index_select(1, ragged.tile_rows).view(tile_shape).transpose(1, 2)
     packed = (packed * scaling).reshape(kv_heads, tiles, group * TILE_QUERIES, dim)
     top = total = mixed = None
     for block, count in enumerate(ragged.block_tiles):
         chosen = ragged.block_pages[block]
         block_shape = (kv_heads * count, BLOCK_TOKENS, dim)
-        block_keys = keys[:, chosen].view(block_shape)
-        block_values = values[:, chosen].view(block_shape)
+        block_keys = keys.index_select(1, chosen).view(block_shape)
+        block_values = values.index_select(1, chosen).view(block_shape)
         queries = packed[:, :count].reshape(kv_heads * count, group * TILE_QUERIES, dim)
         scores = torch.bmm(queries, block_keys.transpose(1, 2))
         scores = scores.view(kv_heads, count, group, TILE_QUERIES, BLOCK_TOKENS)
@@ -188,7 +188,7 @@ def ragged_attention(
     assert mixed is not None, "a batch has at least one key block"
     assert total is not None, "set together with mixed"
     result = (mixed / total).view(kv_heads, tiles, group, TILE_QUERIES, dim).transpose(1, 2)
-    result = result.reshape(heads, tiles * TILE_QUERIES, dim)[:, ragged.unpack]
+    result = result.reshape(heads, tiles * TILE_QUERIES, dim).index_select(1, ragged.unpack)
     return result.transpose(0, 1).unsqueeze(0).to(query.dtype), None
 
 

@@ -166,7 +166,7 @@ class Rank:
         self._check_slices(order)
         images = None
         if order.via == "cpu":
-            images = [(t.name, self._read(t)) for t in order.tensors]
+            images = [(t.name, self._read(t)) for t in self._distinct(order.tensors)]
         attempt.stage = _Stage(order.tensors, order.undo_tensors, order.via, images)
         attempt.step = "staged"
         return {"staged": len(order.tensors)}
@@ -174,11 +174,12 @@ class Rank:
     def _check_slices(self, order: RankOrder) -> None:
         """Names, dtypes, shapes, sizes and ties, before anything is kept."""
         staged = {t.name: t for t in order.tensors}
-        undo = {t.name for t in order.undo_tensors}
         if len(staged) != len(order.tensors):
             raise Mismatch("a tensor is named twice")
-        if order.undo_tensors and undo != set(staged):
-            odd = sorted(undo ^ set(staged))[0]
+        changing = {t.name for t in self._distinct(order.tensors)}
+        undo = {t.name for t in self._distinct(order.undo_tensors)}
+        if order.undo_tensors and undo != changing:
+            odd = min(undo ^ changing)
             raise Mismatch(f"{odd} is not in both tensors and undo_tensors", tensor=odd)
         for tensor in (*order.tensors, *order.undo_tensors):
             held = self.weights.canonical(tensor.name, tensor.dtype, tensor.shape)
@@ -196,6 +197,10 @@ class Rank:
                     raise Mismatch(f"{tensor.name} is tied to {twin}, which must change with it")
                 if other.checksum != tensor.checksum:
                     raise Mismatch(f"{tensor.name} and {twin} are tied but differ")
+
+    def _distinct(self, tensors: Sequence[TensorSlice]) -> list[TensorSlice]:
+        """Without declared aliases: their storage is written under its checkpoint name."""
+        return [t for t in tensors if t.name not in self.weights.aliases]
 
     def _read(self, tensor: TensorSlice) -> torch.Tensor:
         """The tensor's bytes, checked against its checksum, as the live storage will hold them."""
@@ -233,7 +238,7 @@ class Rank:
         attempt.step = "failed"  # until all bytes are there
         if images is None:
             # The engine's own loader: files are read inside the pause, one tensor at a time.
-            self._change((t.name, lambda t=t: self._read(t)) for t in stage.tensors)
+            self._change((t.name, lambda t=t: self._read(t)) for t in self._distinct(stage.tensors))
         else:
             self._change((name, lambda image=image: image) for name, image in images)
         attempt.step = "committed"
@@ -253,7 +258,9 @@ class Rank:
             raise _Refused(f"attempt {attempt.number} was staged without undo tensors")
         self._require_pause()
         attempt.step = "failed"
-        self._change((t.name, lambda t=t: self._read(t)) for t in attempt.stage.undo_tensors)
+        self._change(
+            (t.name, lambda t=t: self._read(t)) for t in self._distinct(attempt.stage.undo_tensors)
+        )
         attempt.step = "undone"
         return {"undone": len(attempt.stage.undo_tensors)}
 

@@ -77,24 +77,18 @@ def write_tiny_model(
         init_std: standard deviation of every matrix; norms are one, biases zero.
     Raises: InvalidInput for sizes that do not fit together or a directory that is not empty.
     """
-    target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InvalidInput(f"{target} exists and is not an empty directory; choose another")
-    if intermediate_size is None:
-        intermediate_size = max(16, hidden_size * 5 // 2 // 16 * 16)
-    _check_sizes(hidden_size, intermediate_size, layers, heads, kv_heads, max_position, shards)
+    target = _empty_directory(directory)
+    inner = _default_inner(hidden_size) if intermediate_size is None else intermediate_size
+    _check_sizes(hidden_size, inner, layers, heads, kv_heads, max_position, shards)
+    tokens = _tokens(vocab)
+    rows = _embedding_rows(vocab_size, len(tokens))
     target.mkdir(parents=True, exist_ok=True)
-    tokens = _write_tokenizer(target, vocab, max_position)
-    least = len(tokens)
-    rows = -(-least // _ROW_MULTIPLE) * _ROW_MULTIPLE if vocab_size is None else vocab_size
-    if rows < least:
-        raise InvalidInput(
-            f"vocab_size {rows} is below the {least} tokens there are", param="vocab_size"
-        )
-    config = _config(
+    _write_tokenizer(target, tokens, max_position, bytewise=vocab == "bytes")
+    config = _write_config(
+        target,
         architecture=architecture,
         hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
+        intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -104,24 +98,46 @@ def write_tiny_model(
         dtype=dtype,
         tokens=tokens,
     )
-    _write_json(target / "config.json", config)
-    _write_json(
-        target / "generation_config.json",
-        {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
-    )
     shapes = dict(_shapes(config, biased=architecture == "qwen2"))
     count = min(shards, len(shapes))
     _write_shards(target, shapes, seed=seed, std=init_std, dtype=dtype, shard_count=count)
+    return _summary(target, config, shapes, shards=count)
+
+
+def _summary(
+    target: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, shards: int
+) -> TinyModel:
     return TinyModel(
         directory=str(target),
         architecture=config["architectures"][0],
         parameters=sum(int(np.prod(shape)) for shape in shapes.values()),
         tensors=len(shapes),
-        shards=count,
-        vocab_size=rows,
+        shards=shards,
+        vocab_size=config["vocab_size"],
         eos_token_id=config["eos_token_id"],
         pad_token_id=config["pad_token_id"],
     )
+
+
+def _empty_directory(directory: Path | str) -> Path:
+    target = Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InvalidInput(f"{target} exists and is not an empty directory; choose another")
+    return target
+
+
+def _default_inner(hidden: int) -> int:
+    return max(16, hidden * 5 // 2 // 16 * 16)
+
+
+def _embedding_rows(wanted: int | None, tokens: int) -> int:
+    if wanted is None:
+        return -(-tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    if wanted < tokens:
+        raise InvalidInput(
+            f"vocab_size {wanted} is below the {tokens} tokens there are", param="vocab_size"
+        )
+    return wanted
 
 
 def _check_sizes(
@@ -156,10 +172,10 @@ def _check_sizes(
         )
 
 
-def _config(
-    *, architecture: str, tokens: Mapping[str, int], dtype: str, **sizes: Any
+def _write_config(
+    target: Path, *, architecture: str, tokens: Mapping[str, int], dtype: str, **sizes: Any
 ) -> dict[str, Any]:
-    return {
+    config: dict[str, Any] = {
         "architectures": ["Qwen2ForCausalLM" if architecture == "qwen2" else "LlamaForCausalLM"],
         "model_type": architecture,
         "hidden_act": "silu",
@@ -174,6 +190,10 @@ def _config(
         "use_cache": True,
         **sizes,
     }
+    _write_json(target / "config.json", config)
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(target / "generation_config.json", ids)
+    return config
 
 
 def _shapes(config: Mapping[str, Any], *, biased: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -255,10 +275,10 @@ def _write_shards(
     _write_json(target / "model.safetensors.index.json", index)
 
 
-def _write_tokenizer(target: Path, vocab: str, max_position: int) -> dict[str, int]:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
+def _tokens(vocab: str) -> dict[str, int]:
     if vocab == "bytes":
+        from tokenizers import pre_tokenizers
+
         ordinary = sorted(pre_tokenizers.ByteLevel.alphabet())
     elif vocab.startswith("chars:") and len(vocab) > len("chars:"):
         ordinary = sorted(set(vocab.removeprefix("chars:")))
@@ -266,9 +286,16 @@ def _write_tokenizer(target: Path, vocab: str, max_position: int) -> dict[str, i
         raise InvalidInput(
             f"vocab {vocab!r} must be `bytes`, or `chars:` and the characters", param="vocab"
         )
-    tokens = {token: i for i, token in enumerate([*ordinary, *SPECIAL_TOKENS])}
+    return {token: i for i, token in enumerate([*ordinary, *SPECIAL_TOKENS])}
+
+
+def _write_tokenizer(
+    target: Path, tokens: dict[str, int], max_position: int, *, bytewise: bool
+) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[], fuse_unk=False))
-    if vocab == "bytes":
+    if bytewise:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
     else:
@@ -287,7 +314,6 @@ def _write_tokenizer(target: Path, vocab: str, max_position: int) -> dict[str, i
             "chat_template": CHAT_TEMPLATE,
         },
     )
-    return tokens
 
 
 def _write_json(path: Path, document: Any) -> None:
