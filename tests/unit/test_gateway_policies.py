@@ -23,7 +23,7 @@ from stitch.gateway.members import Roster, Seat
 from stitch.gateway.routing.affinity import Affinity
 from stitch.gateway.routing.eligible import eligible, refusal
 from stitch.gateway.routing.least_loaded import least_loaded
-from stitch.gateway.wire import parse_report, read_demand
+from stitch.gateway.wire import Demand, parse_report
 from stitch.http.message import Request
 from stitch.pools.base import Member
 from stitch.reconciler.base import ReplicaReport
@@ -254,10 +254,10 @@ class TestWire:
 
     def test_a_demand_passes_untouched_unless_it_must_change(self) -> None:
         request = self.request({"weight_version": {"min_version": "3"}, "text": "a"})
-        demand = read_demand(request)
+        demand = Demand(request)
         bounded = demand.bound_lag(Ref("run-a", 9))
         assert demand.message(bounded, 1.0) == (b"", request.body)
-        headers, body = read_demand(self.request({}, x_stitch_min_version="4")).message(
+        headers, body = Demand(self.request({}, x_stitch_min_version="4")).message(
             Constraint(min_version=4), 1.0
         )
         assert headers == b"" or body == b"{}"
@@ -267,7 +267,7 @@ class TestWire:
             {"weight_version": {"max_lag": 2, "max_wait_ms": 5000}, "n": 2},
             x_stitch_min_version="4",
         )
-        demand = read_demand(request)
+        demand = Demand(request)
         bounded = demand.bound_lag(Ref("run-a", 9))
         assert bounded == Constraint(min_version=7, run_id="run-a", max_lag=2, max_wait_ms=5000)
         headers, body = demand.message(bounded, 1.25)
@@ -282,5 +282,5 @@ class TestWire:
     def test_a_pin_or_another_run_is_not_bound(self) -> None:
         latest = Ref("run-a", 9)
         for field in ({"max_lag": 1, "exact_version": 2}, {"max_lag": 1, "run_id": "run-b"}):
-            demand = read_demand(self.request({"weight_version": field}))
+            demand = Demand(self.request({"weight_version": field}))
             assert demand.bound_lag(latest) is demand.constraint

@@ -20,7 +20,7 @@ from stitch.http.wire import (
 from stitch.reconciler.base import ReplicaReport
 from stitch.types import Constraint, GateState, Phase, Ref, ReplicaState
 
-__all__ = ["AFFINITY_HEADERS", "Demand", "affinity_key", "parse_report", "read_demand"]
+__all__ = ["AFFINITY_HEADERS", "Demand", "affinity_key", "parse_report"]
 
 AFFINITY_HEADERS: Final = (b"x-stitch-affinity", b"modal-session-id")
 _AFFINITY_BYTES_MAX: Final = 512
@@ -74,7 +74,10 @@ def affinity_key(request: Request) -> str | None:
 
 
 class Demand:
-    """What one request demands, and the body that says so to the replica."""
+    """What one request demands, and the body that says so to the replica.
+
+    Raises: InvalidInput naming the field, when made from a malformed one.
+    """
 
     __slots__ = ("_body", "_parsed", "constraint", "headers")
 
@@ -126,8 +129,3 @@ class Demand:
         # The headers are folded into the field, which may now demand more than they did.
         parsed = self._parsed if self._parsed is not None else parse_json_object(self._body)
         return b"", orjson.dumps({**parsed, FIELD: constraint_to_wire(sent)})
-
-
-def read_demand(request: Request) -> Demand:
-    """The demand of one request. Raises: InvalidInput naming the field."""
-    return Demand(request)

@@ -84,6 +84,11 @@ class Exchange:
         """Whether the body is server-sent events."""
         return self.content_type.startswith(b"text/event-stream")
 
+    @property
+    def json(self) -> bool:
+        """Whether the body is one JSON document."""
+        return self.content_type.partition(b";")[0].rstrip() == b"application/json"
+
     async def head_arrived(self) -> None:
         """Wait for the head. Raises: what the pool raises for a lost exchange."""
         if not self.head and self.error is None:

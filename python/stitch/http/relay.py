@@ -16,7 +16,7 @@ import orjson
 from stitch.errors import StitchError
 from stitch.http.errors import error_object
 from stitch.http.exchange import Exchange
-from stitch.http.message import JSON, Request, Response
+from stitch.http.message import Request, Response
 from stitch.http.sse import encode_event
 
 __all__ = ["StreamTail", "deliver", "deliver_whole", "error_event", "held", "request_head"]
@@ -52,7 +52,7 @@ async def held(exchange: Exchange, bytes_max: int) -> bool:
         return True
     length = exchange.length
     if not exchange.event_stream and (
-        (length is not None and length <= bytes_max) or exchange.content_type.startswith(JSON)
+        (length is not None and length <= bytes_max) or exchange.json
     ):
         return await exchange.gather(bytes_max)
     return await exchange.gather(1)

@@ -110,9 +110,10 @@ class Passage:
         finally:
             # No reference cycles are left behind: collecting them costs more than the request.
             self._task = lease.on_abort = None
-            if not self._settled:
-                self._settled = True
-                self._sidecar.gate.release(lease)
+            if self._exchange is None or self._exchange.done:
+                self._settle()
+            else:
+                self._give_up()
 
     async def _pass(self, payload: bytes) -> None:
         request, sidecar = self._request, self._sidecar
@@ -130,7 +131,7 @@ class Passage:
             if exchange.event_stream:
                 await self._pass_stream(exchange)
                 return
-            if exchange.content_type.startswith(b"application/json"):
+            if exchange.json:
                 if not whole:
                     raise Unsupported(
                         f"the response passes {bytes_max} bytes and can't be labelled"
@@ -165,6 +166,8 @@ class Passage:
 
     async def _end_by_gate(self, error: StitchError) -> None:
         """The gate took the lease back: end the generation, answer with what it made so far."""
+        if self._was_done():
+            return
         self._sidecar.count("stitch_sidecar_gate_aborts_total")
         for rid in self._rids:
             await self._sidecar.abort_generation(rid)
@@ -192,6 +195,18 @@ class Passage:
             self._stream_tail().end_with(error_event(error, **self._versions()))
         else:
             response.abort()
+        self._settle()
+
+    def _was_done(self) -> bool:
+        """Whether the generation had ended before the gate's word came; then answer with it."""
+        exchange, response = self._exchange, self._response
+        if exchange is None or not exchange.done:
+            return False
+        if response.started:
+            self._stream_tail().write(exchange.take())
+            response.end()
+            return True
+        return self._labelled and deliver_whole(exchange, self._request, response, self._extra)
 
     def _on_abort(self, error: StitchError) -> None:
         """The gate ends the lease: interrupt whatever this request waits for."""
@@ -216,6 +231,12 @@ class Passage:
     def _versions(self) -> dict[str, Any]:
         ref = self._lease.label.ref
         return {"weight_run_id": ref.run_id, "weight_version_admitted": ref.version}
+
+    def _settle(self) -> None:
+        """The generation is over: free the lease."""
+        if not self._settled:
+            self._settled = True
+            self._sidecar.gate.release(self._lease)
 
     def _give_up(self) -> None:
         """Cut the exchange, end the generation, and only then free the lease."""

@@ -416,3 +416,39 @@ async def test_slow_readers_hold_the_engine_back(replica) -> None:
     assert total > size
     writer.close()
     await eventually(lambda: replica.view.gate.running == 0)
+
+
+async def test_a_generation_that_ended_before_the_gates_word_is_answered(http, replica) -> None:
+    body = {
+        "fake": {"kind": "sse", "tokens": 3, "gap_s": 0.05},
+        "weight_version": {"exact_version": 5},
+    }
+    async with http.post(replica.url + "/generate", json=body) as answer:
+        gate = replica.view.gate
+        lease = next(iter(gate._leases.values()))
+        connection = next(iter(replica.sidecar.upstream.open))
+        end = connection._end
+
+        def end_then_abort(error: Any) -> None:
+            end(error)
+            lease.error = Closed("too late")
+            lease.on_abort(lease.error)
+
+        connection._end = end_then_abort
+        data = await answer.read()
+    assert data.endswith(b"data: [DONE]\n\n")
+    await eventually(lambda: gate.running == 0)
+    assert replica.server.aborted == []
+
+
+async def test_a_response_too_large_to_label_ends_its_generation() -> None:
+    config = SidecarConfig(response_bytes_max=100_000)
+    async with (
+        fake_replica(served=v(5), final_responses=False, config=config) as plain,
+        aiohttp.ClientSession() as session,
+    ):
+        call = Call(session, plain)
+        status, _, body = await call(fake={"kind": "chunked", "size": 3_000_000}, rid="big")
+        assert (status, body["error"]["code"]) == (501, "Unsupported")
+        await eventually(lambda: plain.view.gate.running == 0)
+        assert plain.server.aborted == ["big"]

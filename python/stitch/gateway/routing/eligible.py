@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,9 +91,10 @@ def _never(seats: Sequence[Seat], constraint: Constraint, latest: Ref | None) ->
     exact = constraint.exact_version
     if exact is None:
         return False
-    past: Callable[[Ref], bool] = lambda ref: (  # noqa: E731
-        ref.version > exact and constraint.run_id in (None, ref.run_id)
-    )
+
+    def past(ref: Ref) -> bool:
+        return ref.version > exact and constraint.run_id in (None, ref.run_id)
+
     served = [_served(seat) for seat in seats if seat.problem is None]
     return all(ref is not None and past(ref) for ref in served) and (latest is None or past(latest))
 
