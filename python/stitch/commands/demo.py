@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -45,6 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the demo. Returns the exit code."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here
     try:
         from rich.console import Console
 

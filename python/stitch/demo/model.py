@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from stitch.demo import task
 
@@ -35,12 +36,14 @@ def make_checkpoint(directory: Path, *, seed: int) -> None:
         eos_token_id=task.EOS,
         pad_token_id=task.PAD,
     )
+    disable_progress_bar()
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     _write_tokenizer(directory)
 
 
 def load_model(directory: Path) -> LlamaForCausalLM:
     """The checkpoint in fp32, in evaluation mode (the network has no dropout)."""
+    disable_progress_bar()
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model.eval()
 

@@ -119,7 +119,7 @@ def summary_rows(record: RunRecord) -> list[tuple[str, str]]:
     return [
         ("versions published", str(len(record.delta_bytes))),
         ("bytes a publication", f"{median(sizes) / 1e6:.2f} MB (median)" if sizes else "-"),
-        ("activations", f"{len(record.activations)}; medians: {', '.join(pauses)}"),
+        ("activations", f"{len(record.activations)}; medians: {', '.join(pauses) or 'none'}"),
         ("requests", f"{record.requests}, {record.lost_requests} lost, {retries} retried"),
         ("tries refused by replicas", f"{refused} (409, 429, 503)"),
         (
@@ -137,7 +137,7 @@ def pause_rows(record: RunRecord) -> list[tuple[str, ...]]:
     ):  # fmt: skip
         values = _ms(record, key)
         if values:
-            high = quantiles(values, n=20)[-1] if len(values) > 1 else values[0]
+            high = quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
             rows.append((name, *(f"{v:.1f} ms" for v in (median(values), high, max(values))),
                          str(len(values))))  # fmt: skip
     return rows
