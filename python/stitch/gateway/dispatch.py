@@ -242,7 +242,8 @@ class _Journey:
         body = exchange.peek()
         try:
             found = orjson.loads(body)["error"]
-            retryable = bool(found["retryable"])
+            # Partial output is the client's to keep: doing it again elsewhere would lose it.
+            retryable = bool(found["retryable"]) and found.get("partial") is None
             retry_ms = found.get("retry_after_ms")
         except (orjson.JSONDecodeError, KeyError, TypeError):
             retryable, retry_ms = exchange.status == 503, None

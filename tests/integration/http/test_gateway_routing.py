@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from stitch.admission import GateConfig
 from stitch.env import Env
 from stitch.errors import EngineUnavailable, Unavailable, Unsupported
 from stitch.gateway import GatewayConfig, GatewayServer, serve_gateway
@@ -328,6 +329,20 @@ class TestRetries:
         assert (status, body["error"]["code"]) == (503, "EngineUnavailable")
         assert headers["Retry-After"] == "1"
         assert len(rig.replicas[0].server.seen) == 4
+
+    async def test_partial_output_is_the_clients(self, rig) -> None:
+        await rig.start([v(1), v(1)])
+        call = asyncio.create_task(
+            rig.post(fake={"delay_s": 30}, rid="r", weight_version={"exact_version": 1})
+        )
+        await eventually(lambda: any("r" in r.server.running for r in rig.replicas))
+        busy = next(r for r in rig.replicas if r.server.running)
+        busy.view.gate.config = GateConfig(drain_deadline_s=0.01, defer_count_max=0)
+        await busy.view.gate.close(everything=False)
+        status, _, body = await call
+        assert (status, body["error"]["code"]) == (503, "Closed")
+        assert body["error"]["partial"]["meta_info"]["finish_reason"] == {"type": "abort"}
+        assert sum(len(replica.server.seen) for replica in rig.replicas) == 1
 
     async def test_a_blocked_route_is_not_retried(self, rig) -> None:
         await rig.start([v(1), v(1)])
