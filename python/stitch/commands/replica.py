@@ -11,6 +11,7 @@ import socket
 import sys
 from pathlib import Path
 
+from stitch.commands.logs import configure_logging
 from stitch.errors import InvalidInput
 from stitch.types import ActivationMode
 
@@ -58,6 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code."""
+    configure_logging()
     if options.port:
         _check_port(options.host, options.port)
     if not options.model.is_dir():
