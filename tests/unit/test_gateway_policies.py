@@ -23,7 +23,7 @@ from stitch.gateway.members import Roster, Seat
 from stitch.gateway.routing.affinity import Affinity
 from stitch.gateway.routing.eligible import eligible, refusal
 from stitch.gateway.routing.least_loaded import least_loaded
-from stitch.gateway.wire import Demand, parse_report
+from stitch.gateway.wire import Demand, admitted_ref, parse_report
 from stitch.http.message import Request
 from stitch.pools.base import Member
 from stitch.reconciler.base import ReplicaReport
@@ -284,3 +284,29 @@ class TestWire:
         for field in ({"max_lag": 1, "exact_version": 2}, {"max_lag": 1, "run_id": "run-b"}):
             demand = Demand(self.request({"weight_version": field}))
             assert demand.bound_lag(latest) is demand.constraint
+
+    @pytest.mark.parametrize(
+        ("lines", "expected"),
+        [
+            (b"x-stitch-version-admitted: 7\r\nx-stitch-run-id: run-a\r\n", Ref("run-a", 7)),
+            (b"X: y\r\n", None),
+            (b"x-stitch-version-admitted: seven\r\nx-stitch-run-id: run-a\r\n", None),
+            (b"x-stitch-version-admitted: 7\r\nx-stitch-run-id: ../a\r\n", None),
+            (b"x-stitch-version-admitted: 9999999999999999\r\nx-stitch-run-id: a\r\n", None),
+        ],
+    )
+    def test_a_response_tells_what_is_served(self, lines: bytes, expected: Ref | None) -> None:
+        assert admitted_ref(b"HTTP/1.1 200 OK\r\n" + lines) == expected
+
+
+def test_what_a_response_tells_only_moves_forward() -> None:
+    roster = Roster(config=CONFIG, env=Env())
+    member = seat("a", 3)
+    for told, known in ((Ref("run-a", 2), 3), (Ref("run-b", 9), 3), (Ref("run-a", 5), 5)):
+        roster.learn(member, told)
+        assert member.report is not None
+        assert member.report.served == Ref("run-a", known)
+    unknown = seat("b", None)
+    roster.learn(unknown, Ref("run-a", 1))
+    assert unknown.report is not None
+    assert unknown.report.served is None

@@ -22,7 +22,7 @@ from stitch.gateway.members import Roster, Seat
 from stitch.gateway.routing.affinity import Affinity
 from stitch.gateway.routing.eligible import eligible, refusal
 from stitch.gateway.routing.least_loaded import least_loaded
-from stitch.gateway.wire import Demand, affinity_key
+from stitch.gateway.wire import Demand, admitted_ref, affinity_key
 from stitch.http.exchange import Exchange
 from stitch.http.message import Request, Response
 from stitch.http.relay import deliver, error_event, held, request_head
@@ -261,6 +261,9 @@ class _Journey:
             seat.avoid_until = max(seat.avoid_until, now + min(retry_s, self._config.retry_s))
 
     async def _answer(self, seat: Seat, exchange: Exchange) -> None:
+        ref = admitted_ref(exchange.head)
+        if ref is not None:
+            self._roster.learn(seat, ref)
         cut = await deliver(
             exchange,
             self._request,
@@ -276,11 +279,8 @@ class _Journey:
 
     def _cut_event(self, exchange: Exchange, error: StitchError) -> bytes:
         versions: dict[str, Any] = {}
-        for line in exchange.head.split(b"\r\n"):
-            name, _, value = line.partition(b": ")
-            if name == b"x-stitch-version-admitted" and value.isdigit():
-                versions["weight_version_admitted"] = int(value)
-            elif name == b"x-stitch-run-id":
-                versions["weight_run_id"] = value.decode("latin-1")
+        ref = admitted_ref(exchange.head)
+        if ref is not None:
+            versions = {"weight_run_id": ref.run_id, "weight_version_admitted": ref.version}
         gone = Unavailable("the replica broke off in the middle of the answer; try again")
         return error_event(gone, **versions)

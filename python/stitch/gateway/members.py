@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -133,6 +134,16 @@ class Roster:
         self.succeeded(seat)
         if report.latest is not None:
             self._see_latest(report.latest, before)
+        self.notify()
+
+    def learn(self, seat: Seat, served: Ref) -> None:
+        """A response told what the member serves, ahead of its next report."""
+        report = seat.report
+        known = None if report is None else report.served
+        if known is None or known.run_id != served.run_id or known.version >= served.version:
+            return
+        assert report is not None
+        seat.report = dataclasses.replace(report, served=served)
         self.notify()
 
     def failed(self, seat: Seat) -> None:

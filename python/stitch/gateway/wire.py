@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import orjson
@@ -20,10 +21,13 @@ from stitch.http.wire import (
 from stitch.reconciler.base import ReplicaReport
 from stitch.types import Constraint, GateState, Phase, Ref, ReplicaState
 
-__all__ = ["AFFINITY_HEADERS", "Demand", "affinity_key", "parse_report"]
+__all__ = ["AFFINITY_HEADERS", "Demand", "admitted_ref", "affinity_key", "parse_report"]
 
 AFFINITY_HEADERS: Final = (b"x-stitch-affinity", b"modal-session-id")
 _AFFINITY_BYTES_MAX: Final = 512
+_ADMITTED: Final = re.compile(
+    rb"\r\nx-stitch-version-admitted: ([0-9]{1,16})\r\nx-stitch-run-id: ([^\r\n]{1,64})\r\n"
+)
 _MARK: Final = b'"weight_version"'
 
 
@@ -62,6 +66,15 @@ def parse_report(data: bytes) -> ReplicaReport:
 
 def _ref(wire: Any) -> Ref | None:
     return None if wire is None else Ref(wire["run_id"], wire["version"])
+
+
+def admitted_ref(head: bytes) -> Ref | None:
+    """What a response's head says was served when its request was admitted."""
+    found = _ADMITTED.search(head)
+    try:
+        return None if found is None else Ref(found[2].decode("latin-1"), int(found[1]))
+    except InvalidInput:
+        return None
 
 
 def affinity_key(request: Request) -> str | None:
