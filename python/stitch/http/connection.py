@@ -21,7 +21,14 @@ from stitch.http.errors import (
     internal_error_body,
 )
 from stitch.http.limits import ServerLimits
-from stitch.http.message import DROPPED_PREFIX, NOTED, Request, Response
+from stitch.http.message import (
+    DROPPED_PREFIX,
+    NOTED,
+    Request,
+    Response,
+    origin_form,
+    without_named,
+)
 
 __all__ = ["Connection", "Handler", "Host"]
 
@@ -231,12 +238,12 @@ class Connection(asyncio.Protocol):
             return None
         target = self._target
         if not target.startswith(b"/"):
-            target = _origin_form(target)
+            target = origin_form(target)
             if not target:
                 self._fail(InvalidInput(f"malformed request target {self._target[:80]!r}"))
                 return None
         connection = self._headers.get(b"connection")
-        lines = self._lines if connection is None else _without_named(self._lines, connection)
+        lines = self._lines if connection is None else without_named(self._lines, connection)
         http10 = self._parser.get_http_version() == "1.0"
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body_bytes = 0  # from here on the request owns them
@@ -385,21 +392,3 @@ class Connection(asyncio.Protocol):
 
     def _body_too_large(self) -> StitchError:
         return BodyTooLarge(f"the request body passes {self._limits.body_bytes_max} bytes")
-
-
-def _origin_form(target: bytes) -> bytes:
-    """The path and query of an absolute-form target; empty if it is none."""
-    lower = target[:8].lower()
-    if not lower.startswith((b"http://", b"https://")):
-        return b""
-    _, slash, rest = target.partition(b"//")[2].partition(b"/")
-    return slash + rest if slash else b"/"
-
-
-def _without_named(lines: list[bytes], connection: bytes) -> list[bytes]:
-    """Drop the headers that a Connection header names as this hop's own."""
-    named = {token.strip().lower() for token in connection.split(b",")}
-    named -= {b"close", b"keep-alive", b"upgrade", b"te", b""}
-    if not named:
-        return lines
-    return [line for line in lines if line.partition(b":")[0].lower() not in named]

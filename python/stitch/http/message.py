@@ -9,7 +9,16 @@ from typing import Final, Protocol
 from stitch.errors import StitchError
 from stitch.http.errors import error_body, retry_headers
 
-__all__ = ["DROPPED_PREFIX", "JSON", "NOTED", "Request", "Response", "Source"]
+__all__ = [
+    "DROPPED_PREFIX",
+    "JSON",
+    "NOTED",
+    "Request",
+    "Response",
+    "Source",
+    "origin_form",
+    "without_named",
+]
 
 JSON: Final = b"application/json"
 _JOIN_BYTES_MAX: Final = 64 * 1024
@@ -218,3 +227,21 @@ class Response:
 def _head(status: int, content_type: bytes, headers: bytes) -> bytes:
     phrase = _PHRASES.get(status, b"Unknown")
     return b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\n%b" % (status, phrase, content_type, headers)
+
+
+def origin_form(target: bytes) -> bytes:
+    """The path and query of an absolute-form target; empty if it is none."""
+    lower = target[:8].lower()
+    if not lower.startswith((b"http://", b"https://")):
+        return b""
+    _, slash, rest = target.partition(b"//")[2].partition(b"/")
+    return slash + rest if slash else b"/"
+
+
+def without_named(lines: list[bytes], connection: bytes) -> list[bytes]:
+    """Drop the headers that a Connection header names as this hop's own."""
+    named = {token.strip().lower() for token in connection.split(b",")}
+    named -= {b"close", b"keep-alive", b"upgrade", b"te", b""}
+    if not named:
+        return lines
+    return [line for line in lines if line.partition(b":")[0].lower() not in named]

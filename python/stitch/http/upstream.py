@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 
 from stitch.env import Env
 from stitch.errors import InvalidInput, Overloaded, StitchError, Unavailable
-from stitch.http.exchange import Exchange, UpstreamConnection
+from stitch.http.exchange import Exchange
 from stitch.http.limits import UpstreamLimits
+from stitch.http.upstream_connection import UpstreamConnection
 
 __all__ = ["Upstream", "UpstreamLost", "origin_of"]
 
