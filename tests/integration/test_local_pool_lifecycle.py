@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 import stitch
+from stitch.cli import main as cli_main
 from stitch.client import Client
 from stitch.engines.embedded.tiny import write_tiny_model
 from stitch.errors import Unavailable
@@ -27,6 +29,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(240)]
 
 RUN = "run-a"
 QUICK = ("--poll-s", "1")
+STREAM_TOKENS = 150
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +103,24 @@ def served(replica: LocalReplica) -> int | None:
     return None if info is None or info["served"] is None else info["served"]["version"]
 
 
-def test_a_pool_follows_loses_gains_and_vanishes(model: Path, tmp_path: Path, clean: None) -> None:
+def stream(client: Client, number: int) -> int:
+    """One long stream; returns how many tokens came."""
+    chunks = client.generate(
+        f"{number}",
+        sampling={"max_new_tokens": STREAM_TOKENS, "ignore_eos": True},
+        stream=True,
+    )
+    return sum(len(chunk.output_ids) for chunk in chunks)
+
+
+def running(replica: LocalReplica) -> int:
+    info = replica.server_info()
+    return 0 if info is None else int(info["active_requests"])
+
+
+def test_a_pool_follows_loses_gains_and_vanishes(
+    model: Path, tmp_path: Path, clean: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = (tmp_path / "store").as_uri()
     with LocalPool(model, store=store, replicas=2, run_id=RUN, replica_arguments=QUICK) as pool:
         processes = family(pool)
@@ -132,8 +152,19 @@ def test_a_pool_follows_loses_gains_and_vanishes(model: Path, tmp_path: Path, cl
             assert served(joiner) == 4, "a joiner is ready only once it has caught up"
             assert [r.id for r in pool.replicas] == ["replica-1", "replica-2"]
 
-            leaver = pool.remove("replica-1")
+            # Leaving: streams that run are not cut, and new requests go elsewhere.
+            with ThreadPoolExecutor(8) as threads:
+                streams = [threads.submit(stream, client, number) for number in range(8)]
+                until(lambda: sum(running(r) for r in pool.replicas) >= 4)
+                leaver = pool.remove("replica-1")
+                assert [future.result(60) for future in streams] == [STREAM_TOKENS] * 8
             assert leaver.child.exit_code == 0
+            # One replica is below three quarters of the floor of two.
+            assert cli_main(["status", "--gateway", pool.url, "--store", store]) == 1
+            shown = capsys.readouterr().out
+            assert "1 of 2 replicas ready" in shown
+            assert f"pointer  {RUN}/weight_v000004" in shown
+            assert "replica-2  READY" in shown
             assert client.generate("3", constraint=stitch.at_least(4)).version_start == 4
         processes += family(pool)
         directories = [pool.log_dir, joiner.work_dir, joiner.ram_dir]
