@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import threading
@@ -353,3 +354,23 @@ def test_replicas_are_woken_after_the_pointer_moved() -> None:
     with Publisher(MemoryStore(cells), run_id="a", pool=Looking()) as publisher:
         publisher.publish(model()).wait(WAIT_S)
     assert seen == ["a/weight_v000001"]
+
+
+def test_a_pool_that_hangs_holds_nobody_up() -> None:
+    """Publishing never waits for replicas, dead or deaf ones included (B25)."""
+    release = threading.Event()
+
+    class Deaf(WakeCounter):
+        async def wake(self) -> int:
+            while not release.is_set():
+                await asyncio.sleep(0.01)
+            return await super().wake()
+
+    pool = Deaf()
+    with Publisher(MemoryStore(), run_id="a", pool=pool) as publisher:
+        for seed in range(3):
+            publisher.publish(model(seed)).wait(WAIT_S)
+        assert publisher.ref == Ref("a", 3)
+        assert pool.wakes == 0
+        release.set()
+    assert pool.wakes == 2, "wakes coalesce: one that hung, one for all that came meanwhile"

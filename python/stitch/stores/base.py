@@ -105,7 +105,8 @@ class Staging(Protocol):
 
         The index (`INDEX_NAME`) is the commit: readers see the complete directory or nothing.
         Orphans of other attempts are gone from the directory before it becomes visible.
-        If the name is already sealed nothing changes and `created` is False.
+        If the name is already sealed nothing changes and `created` is False; so a seal whose
+        outcome is unknown (Unavailable) may be repeated.
         """
         ...
 

@@ -52,8 +52,10 @@ class LocalStaging:
 
     async def seal(self, index: bytes) -> Sealed:
         """Index last, sync the directory, rename it into place, sync the parent."""
-        self._check_open()
         store = self._store
+        if self._release is None and await store.confirm(self._prefix):
+            return Sealed(self._prefix, False)
+        self._check_open()
 
         def work() -> bool:
             sealed_index = self._final / INDEX_NAME

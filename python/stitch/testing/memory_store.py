@@ -206,6 +206,8 @@ class MemoryStaging:
         """All at once, unless the name is sealed."""
         files = self.files
         if files is None or self._ended:
+            if await self.store.confirm(self.prefix):
+                return Sealed(self.prefix, False)
             raise Conflict(f"the attempt at {self.prefix} has ended", prefix=self.prefix)
         created = f"{self.prefix}/{INDEX_NAME}" not in self.store.cells.objects
         if created:

@@ -224,6 +224,16 @@ async def seal_is_create_only(open_client: OpenClient) -> None:
     )
 
 
+async def a_seal_can_be_repeated(open_client: OpenClient) -> None:
+    """A second seal of the same attempt, as after a lost reply, says created=False."""
+    store = open_client()
+    staging = await store.begin(V1, attempt="aa")
+    await staging.put("f.safetensors", [b"1"])
+    assert (await staging.seal(b"{}")).created
+    assert not (await staging.seal(b"{}")).created, "a repeated seal claims to be the first"
+    assert await store.read(f"{V1}/f.safetensors", size_max=9) == b"1"
+
+
 async def one_of_two_open_attempts_seals(open_client: OpenClient) -> None:
     """Attempts side by side: the loser's files are nowhere, the winner's are whole."""
     one, two = open_client(), open_client()
@@ -371,6 +381,7 @@ STORE_CASES: Final[tuple[StoreCase, ...]] = (
     nothing_is_visible_before_the_seal,
     seal_shows_all_files_whole,
     seal_is_create_only,
+    a_seal_can_be_repeated,
     one_of_two_open_attempts_seals,
     ranks_share_an_attempt,
     a_file_is_put_once,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterable
 from typing import Any, cast
 
-from stitch.errors import StitchError
+from stitch.errors import StitchError, Unavailable
 from stitch.stores.base import Sealed, Staging, Store, SwapResult, Unknown
 from stitch.stores.versions import parse_stored_pointer, record_of, verify_version
 
@@ -18,7 +19,8 @@ class WatchedStore:
 
     violations: pointer moves to something that was not a complete version. failing: method names
     ("put", "seal", "swap_pointer") whose next calls raise the given error, before they act.
-    lost_replies: swaps whose reply is lost; True if they take effect all the same.
+    lost_replies: swaps whose reply is lost; True if they take effect all the same. lost_seals: the
+    same for seals, which then raise Unavailable.
     gate: while cleared, `put` waits.
     """
 
@@ -27,6 +29,7 @@ class WatchedStore:
         self.violations: list[str] = []
         self.failing: dict[str, list[StitchError]] = {}
         self.lost_replies: list[bool] = []
+        self.lost_seals: list[bool] = []
         self.put_count = 0
         self.gate = threading.Event()
         self.gate.set()
@@ -64,6 +67,7 @@ class WatchedStore:
 
     async def begin(self, prefix: str, *, attempt: str) -> Staging:
         """A staging under observation."""
+        self._maybe_fail("begin")
         return _WatchedStaging(self, await self.inner.begin(prefix, attempt=attempt))
 
 
@@ -82,6 +86,10 @@ class _WatchedStaging:
 
     async def seal(self, index: bytes) -> Sealed:
         self._store._maybe_fail("seal")
+        if self._store.lost_seals:
+            if self._store.lost_seals.pop(0):
+                await self._inner.seal(index)
+            raise Unavailable("the reply to the seal was lost")
         return await self._inner.seal(index)
 
     async def abandon(self) -> None:
@@ -92,8 +100,6 @@ class _WatchedStaging:
 
 
 async def _turn() -> None:
-    import asyncio
-
     await asyncio.sleep(0.001)
 
 
