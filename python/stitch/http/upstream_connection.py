@@ -225,7 +225,7 @@ class UpstreamConnection(asyncio.Protocol):
                 elif b"keep-alive" in named:
                     self._keep_alive = True
         kept.append(head[at:])
-        exchange.head = _without_named(b"".join(kept), named)
+        exchange.head = _without_named(b"".join(kept), named) if named else b"".join(kept)
         self._frame(exchange, length, chunked)
         return not (chunked and length is not None)
 

@@ -665,3 +665,39 @@ async def test_a_replica_that_moves_is_found_again(rig) -> None:
     await eventually(lambda: [seat.member for seat in rig.gateway.roster.ready] == [moved])
     await rig.replicas[0].sidecar.close()
     assert (await rig.post())[1]["x-stitch-replica"] == "replica-1"
+
+
+async def test_no_path_around_a_closed_gate(rig) -> None:
+    """Two gateways and direct clients: nothing begins while the replica activates."""
+    await rig.start([v(1)])
+    replica = rig.replicas[0]
+    other = await serve_gateway(rig.pool, config=FAST, env=Env())
+    try:
+        await eventually(lambda: other.roster.ready)
+        urls = [rig.url, f"http://127.0.0.1:{other.port}", replica.url]
+        stop = asyncio.Event()
+        admitted: list[str] = []
+
+        async def client(url: str) -> None:
+            while not stop.is_set():
+                async with rig.http.post(url + "/generate", json={"fake": {"delay_s": 0.002}}) as a:
+                    await a.read()
+                    assert a.status == 200
+                    admitted.append(a.headers["x-stitch-version-admitted"])
+
+        clients = [asyncio.create_task(client(url)) for url in urls for _ in range(4)]
+        gate = replica.view.gate
+        for version in range(2, 12):
+            await asyncio.sleep(0.03)
+            await gate.close(everything=True)
+            begun = len(replica.server.seen)
+            assert not replica.server.running
+            await asyncio.sleep(0.02)
+            assert len(replica.server.seen) == begun
+            replica.view.serve(v(version))
+        await asyncio.sleep(0.03)
+        stop.set()
+        await asyncio.gather(*clients)
+        assert set(map(str, range(1, 12))) == set(admitted)
+    finally:
+        await other.close()
