@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import blake3
-from publication_damages import Damage, Mutate, entry, in_directory, linked_out, meta
+from publication_damages import (
+    Damage,
+    Mutate,
+    entry,
+    fifo,
+    in_directory,
+    link_loop,
+    linked_out,
+    meta,
+)
 from publication_forge import File, digest, frame, put_index, read_index, unframe, version_dir
 
 KEY = "stitch_manifest"
@@ -187,6 +196,8 @@ DOCUMENT = [
 ]
 
 CONTENT = [
+    of("manifest-fifo", "a regular file", lambda updates: fifo(manifest_path(updates, 1))),
+    of("manifest-loop", "a regular file", lambda updates: link_loop(manifest_path(updates, 1))),
     of("file-not-listed", "files", sealed(1, lambda m: m["files"].pop())),
     of("file-listed-twice", "files", sealed(1, lambda m: m["files"].append(m["files"][0]))),
     of(

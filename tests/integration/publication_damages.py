@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -199,6 +200,16 @@ def directory_instead(path: Path) -> None:
     path.mkdir()
 
 
+def link_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def socket_instead(path: Path) -> None:
+    path.unlink()
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
 def huge_header(path: Path) -> None:
     with path.open("r+b") as file:
         file.write(struct.pack("<Q", 100 * 2**20 + 8))
@@ -327,6 +338,7 @@ THE_INDEX = [
     ),
     Damage("index-huge", "bounded size", huge_index),
     Damage("index-fifo", "a regular file", in_directory(1, lambda d: fifo(d / INDEX))),
+    Damage("index-link-loop", "a regular file", in_directory(1, lambda d: link_loop(d / INDEX))),
     Damage(
         "index-directory", "a regular file", in_directory(1, lambda d: directory_instead(d / INDEX))
     ),
@@ -385,6 +397,12 @@ THE_INDEX = [
         "map-null", "weight_map", lambda u: edit_index(u, 1, lambda i: i.update(weight_map=None))
     ),
     Damage("map-list", "weight_map", lambda u: edit_index(u, 1, lambda i: i.update(weight_map=[]))),
+    Damage(
+        "map-long-name",
+        "a bare file name of at most 255 bytes",
+        weight_map(lambda m: m.update({EMBED: "é" * 130 + ".safetensors"})),
+        says=("bare name",),
+    ),
     Damage("map-number", "a bare file name", weight_map(lambda m: m.update({EMBED: 1}))),
     Damage("map-empty-name", "a bare file name", weight_map(lambda m: m.update({EMBED: ""}))),
     Damage("map-no-tensor-name", "names", weight_map(lambda m: m.update({"": m[EMBED]}))),
@@ -419,6 +437,8 @@ PATHS = [
     Damage("file-linked-out", "resolving inside the directory", on_file(EMBED, linked_out)),
     Damage("file-fifo", "regular files", on_file(EMBED, fifo)),
     Damage("file-directory", "regular files", on_file(EMBED, directory_instead)),
+    Damage("file-socket", "regular files", on_file(EMBED, socket_instead)),
+    Damage("file-link-loop", "regular files", on_file(EMBED, link_loop)),
     Damage(
         "full-side-file-linked-out",
         "resolving inside the directory",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from stitch_tree import (
     write_chain,
 )
 
-from stitch.errors import CorruptData, Forbidden, InvalidInput, NotVisibleYet
+from stitch.errors import CorruptData, Forbidden, InvalidInput, NotVisibleYet, Unavailable
 from stitch.format.checkpoint import Checkpoint
 from stitch.format.publication import PublicationReader
 from stitch.format.rebuild import RebuildCancelled, RebuiltTensor, rebuild
@@ -235,3 +236,32 @@ def test_an_anchor_may_add_remove_and_retype_tensors(tmp_path: Path) -> None:
             rebuild(base, chain_of(tmp_path, 2), on_tensor=lambda t: None)
         report = rebuild(base, chain_of(tmp_path, 1, 2), on_tensor=lambda t: None)
         assert report.model_digest == digest_of(final)
+
+
+def grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\0")
+
+
+@pytest.mark.parametrize("what", ["base", "updates"])
+@pytest.mark.parametrize("harm", [lambda path: os.truncate(path, 0), Path.unlink, grow])
+def test_files_that_change_while_open_are_an_error_and_no_signal(
+    what: str, harm: Callable[[Path], object], root: Path, tmp_path: Path
+) -> None:
+    """A mapping of a file that is cut short would kill the process."""
+    shutil.copytree(root, tmp_path / "root")
+    with Checkpoint.open(tmp_path / "root" / "base") as base:
+        chain = chain_of(tmp_path / "root", 1)
+        for path in (tmp_path / "root" / what).rglob("*.safetensors"):
+            harm(path)
+        with pytest.raises(Unavailable, match="changed or vanished"):
+            rebuild(base, chain, on_tensor=lambda t: None)
+
+
+def test_a_chain_of_any_length_keeps_no_file_open(root: Path) -> None:
+    """Other trainers never write a full version: chains outgrow a process's descriptors."""
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    with Checkpoint.open(root / "base") as base:
+        chain = chain_of(root, 1, 2, 3)
+        rebuild(base, chain, on_tensor=lambda t: None, everything=True)
+        assert len(list(Path("/proc/self/fd").iterdir())) == open_before

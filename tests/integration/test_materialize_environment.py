@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -124,6 +125,7 @@ BAD_BASES: dict[str, Callable[[Path], object]] = {
     "tensor-in-both": tensor_in_both,
     "shard-gone": lambda base: (base / "model-00002-of-00002.safetensors").unlink(),
     "index-gone": lambda base: (base / INDEX).unlink(),
+    "index-fifo": lambda base: [(base / INDEX).unlink(), os.mkfifo(base / INDEX)],
     "index-torn": lambda base: (base / INDEX).write_text("{"),
     "index-empty": lambda base: (base / INDEX).write_text('{"weight_map": {}}'),
     "index-escapes": lambda base: (base / INDEX).write_text(
@@ -161,6 +163,32 @@ def test_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.err == ""
     assert main([*arguments(tmp_path / "c"), "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
+
+
+def shell(script: str, out: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stitch.cli", *arguments(out)]
+    return subprocess.run(
+        ["/bin/sh", "-c", f"exec {shlex.join(command)} {script}"],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(closed: str, tmp_path: Path) -> None:
+    assert shell(closed, tmp_path / "out", tmp_path).returncode == 0
+    assert tensors_of(tmp_path / "out").keys() == tensors_of(SLIME / "base").keys()
+
+
+def test_a_result_that_cannot_be_printed_is_not_the_publications_fault(tmp_path: Path) -> None:
+    done = shell(">/dev/full", tmp_path / "out", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.endswith("No space left on device; retry: no\n")
+    assert tensors_of(tmp_path / "out").keys() == tensors_of(SLIME / "base").keys()
 
 
 class FaultyFiles(OsFiles):

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stitch.commands.output import print_result
 from stitch.env import Env
 from stitch.errors import CorruptData, NotVisibleYet, StitchError, Unsupported
-from stitch.format.materialize import materialize
+from stitch.format.materialize import MaterializeReport, materialize
 from stitch.types import VERSION_MAX, Ref, version_name
 
 if TYPE_CHECKING:
@@ -67,21 +68,24 @@ def run(options: argparse.Namespace) -> int:
                 threads=options.threads,
                 on_progress=on_progress,
             )
+        _tell(report, options)
     except (CorruptData, Unsupported, NotVisibleYet) as error:
         return _fail(error, code=1)
     except StitchError as error:
         return _fail(error, code=2)
+    return 0
+
+
+def _tell(report: MaterializeReport, options: argparse.Namespace) -> None:
     if options.json:
-        facts = dataclasses.asdict(report) | {"out": str(options.out)}
-        print(json.dumps(facts))
+        print_result(json.dumps(dataclasses.asdict(report) | {"out": str(options.out)}))
     elif not options.quiet:
         seed = "the base" if report.seed_version is None else version_name(report.seed_version)
-        print(
+        print_result(
             f"{options.out}: version {report.version}, {report.tensors} tensors, "
             f"{report.bytes_written:,} bytes, from {seed} and {len(report.applied)} deltas; "
             f"model digest {report.model_digest[:16]}…"
         )
-    return 0
 
 
 def _fail(error: StitchError, *, code: int) -> int:
@@ -112,7 +116,8 @@ def _threads(text: str) -> int:
 
 @contextlib.contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    if quiet or not sys.stderr.isatty():
+    # sys.stderr is None in a process that was started without one.
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
         yield lambda done, total: None
         return
     from rich.console import Console

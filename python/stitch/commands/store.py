@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from stitch.commands.output import print_result
 from stitch.commands.store_survey import Problem, RunSurvey, StoreSurvey, survey, verify_run
 from stitch.env import Env
 from stitch.errors import InvalidInput
@@ -59,7 +60,7 @@ async def _run(options: argparse.Namespace) -> int:
             if not found.runs:
                 raise InvalidInput(f"{store.url} has no run {options.run_id!r}", param="run_id")
         if options.action == "show":
-            print(json.dumps(_facts(found)) if options.json else _picture(found))
+            print_result(json.dumps(_facts(found)) if options.json else _picture(found))
             return 0
         return await _verify(store, found, options, env)
     finally:
@@ -69,7 +70,7 @@ async def _run(options: argparse.Namespace) -> int:
 async def _verify(store: Store, found: StoreSurvey, options: argparse.Namespace, env: Env) -> int:
     problems = [*found.problems, *(p for item in found.runs for p in item.problems)]
     versions = sum(len(item.versions) for item in found.runs)
-    shown = sys.stderr.isatty() and not options.json
+    shown = sys.stderr is not None and sys.stderr.isatty() and not options.json
 
     def tell(version: int) -> None:
         if shown:
@@ -91,9 +92,9 @@ async def _verify(store: Store, found: StoreSurvey, options: argparse.Namespace,
         print("\r\033[K", end="", file=sys.stderr)
     if options.json:
         facts = [dataclasses.asdict(problem) for problem in problems]
-        print(json.dumps({"url": found.url, "versions": versions, "problems": facts}))
+        print_result(json.dumps({"url": found.url, "versions": versions, "problems": facts}))
     else:
-        print(_verdict(found, versions, problems, deep=options.deep))
+        print_result(_verdict(found, versions, problems, deep=options.deep))
     return 1 if problems else 0
 
 

@@ -16,6 +16,7 @@ from stitch.format.checkpoint import Checkpoint
 from stitch.format.mapping import MappedFile
 from stitch.format.publication import PublicationReader
 from stitch.format.rebuild import (
+    ReadableSource,
     RebuildReport,
     RebuiltTensor,
     TensorInfo,
@@ -49,7 +50,7 @@ class CanonicalState:
 
 @dataclass(slots=True)
 class MappedState:
-    """A CanonicalState as rebuild's source; files are mapped on first use and kept. Thread-safe."""
+    """A CanonicalState as rebuild's source; files are opened on first use. Thread-safe."""
 
     state: CanonicalState
     _maps: dict[str, MappedFile] = field(default_factory=dict)
@@ -61,16 +62,24 @@ class MappedState:
 
     def view(self, name: str) -> memoryview:
         part = self.state.slices[name]
-        with self._lock:
-            mapped = self._maps.get(part.path)
-            if mapped is None:
-                mapped = self._maps[part.path] = MappedFile(Path(part.path))
-        return mapped.view(part.offset, part.nbytes)
+        return self._file(part.path).view(part.offset, part.nbytes)
+
+    def read(self, name: str) -> memoryview:
+        """The tensor's bytes in fresh memory: a file cut short is an error, not a signal."""
+        part = self.state.slices[name]
+        return self._file(part.path).read(part.offset, part.nbytes)
 
     def close(self) -> None:
         for mapped in self._maps.values():
             mapped.close()
         self._maps.clear()
+
+    def _file(self, path: str) -> MappedFile:
+        with self._lock:
+            found = self._maps.get(path)
+            if found is None:
+                found = self._maps[path] = MappedFile(Path(path))
+        return found
 
 
 class _Layered:
@@ -88,6 +97,12 @@ class _Layered:
     def view(self, name: str) -> memoryview:
         found = self._over.get(name)
         return found.data if found is not None else self._below.view(name)
+
+    def read(self, name: str) -> memoryview:
+        """As the source below reads; what is held in memory already is read-only."""
+        if name in self._over or not isinstance(self._below, ReadableSource):
+            return self.view(name)
+        return self._below.read(name)
 
 
 class _Info:

@@ -1,4 +1,4 @@
-"""An ordinary HF-style checkpoint directory: mapped tensors, side files, checksums."""
+"""An ordinary HF-style checkpoint directory: tensors, side files, checksums."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ _NOT_A_SIDE_FILE = re.compile(
     r"\..*|.*\.(tmp|safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz)"
     r"|.*\.index\.json|stitch-[A-Za-z0-9]+\.json"
 )
+# A multiple of every lane.
+_CHECKSUM_CHUNK: Final = 8 << 20
 _SHARD_NAME = re.compile(r".*-of-[0-9]+\.safetensors")
 
 
 class Checkpoint:
-    """All tensors of one model state, mapped read-only. Safe to read from many threads.
+    """All tensors of one model state, read-only. Safe to use from many threads.
 
     tensors: name -> StoredTensor, in shard order, then data order. side_files: config and
     tokenizer files, sorted by name.
@@ -71,8 +73,16 @@ class Checkpoint:
         return checkpoint
 
     def view(self, name: str) -> memoryview:
-        """The tensor's bytes, read-only. Raises: KeyError."""
+        """The tensor's bytes, read-only and mapped: only while nobody cuts the file short.
+
+        Raises: KeyError; Unavailable if the file changed since it was opened; OSError.
+        """
         return self._shard_of[name].view(self.tensors[name])
+
+    def read(self, name: str) -> memoryview:
+        """The tensor's bytes in fresh, writable memory. Raises: as `view`."""
+        tensor = self.tensors[name]
+        return self._shard_of[name].file.read(tensor.offset, tensor.nbytes)
 
     def checksums(
         self, *, threads: int = 1, names: Iterable[str] | None = None
@@ -82,7 +92,14 @@ class Checkpoint:
         def one(name: str) -> Checksum:
             tensor = self.tensors[name]
             lane = lane_bytes_for(tensor.shape, bits_of(tensor.dtype))
-            return additive_lanes(self.view(name), lane_bytes=lane)
+            file = self._shard_of[name].file
+            chunk = memoryview(bytearray(min(_CHECKSUM_CHUNK, tensor.nbytes)))
+            total = Checksum(lane, 0, 0)
+            for at in range(0, tensor.nbytes, _CHECKSUM_CHUNK):
+                part = chunk[: tensor.nbytes - at]
+                file.read_into(tensor.offset + at, part)
+                total += additive_lanes(part, lane_bytes=lane, first_lane=at // lane)
+            return total
 
         wanted = list(self.tensors) if names is None else list(names)
         with ThreadPoolExecutor(max(1, threads), thread_name_prefix="stitch-checksum") as pool:

@@ -69,11 +69,14 @@ class CheckpointWriter:
 
     def copy(self, path: Path) -> None:
         """Copy one side file; a link is followed, so the copy stands alone."""
-        mapped = MappedFile(path)
+        source = MappedFile(path)
+        handle = self._files.create(self._directory / path.name)
         try:
-            self._write_file(path.name, mapped.view(0, mapped.size))
+            for at in range(0, source.size, _COPY_CHUNK):
+                self._write(handle, source.read(at, min(_COPY_CHUNK, source.size - at)))
+            handle.sync()
         finally:
-            mapped.close()
+            handle.close()
 
     def close(self) -> None:
         """Close what an exception left open."""

@@ -16,6 +16,8 @@ from stitch.types import VERSION_MAX, Kind
 
 __all__ = ["ParsedIndex", "parse_index"]
 
+Buffer = bytes | bytearray | memoryview
+
 _NUMBER = re.compile(r"[0-9]{1,32}")
 _MANIFEST_NAME = re.compile(r"stitch-[A-Za-z0-9]{1,64}\.json")
 _DELTA_KEYS: Final = ("base_version", "compression_format", "checksum_format")
@@ -38,7 +40,7 @@ class ParsedIndex:
     manifest_blake3: str | None
 
 
-def parse_index(data: bytes) -> ParsedIndex:
+def parse_index(data: Buffer) -> ParsedIndex:
     """Decode an index.
 
     A version is a delta if `metadata` has the key `delta_encoding`, whatever its value; then an

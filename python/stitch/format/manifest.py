@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = ["MANIFEST_SIZE_MAX", "check_manifest", "load_manifest", "parse_manifest"]
 
+Buffer = bytes | bytearray | memoryview
+
 MANIFEST_SIZE_MAX: Final = 128 * 2**20
 _HASH_CHUNK: Final = 16 * 2**20
 
 
-def parse_manifest(data: bytes, *, where: str) -> Manifest:
+def parse_manifest(data: Buffer, *, where: str) -> Manifest:
     """Decode a manifest. Raises: Unsupported for another major; CorruptData."""
     raw = parse_object(data, where=where, size_max=MANIFEST_SIZE_MAX)
     major = reject_unknown_major(raw)
@@ -142,8 +144,11 @@ def _side_file(directory: Path, name: str) -> MappedFile:
 
 def _blake3_of(mapped: MappedFile) -> str:
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    chunk = memoryview(bytearray(min(_HASH_CHUNK, mapped.size)))
     for at in range(0, mapped.size, _HASH_CHUNK):
-        hasher.update(mapped.view(at, min(_HASH_CHUNK, mapped.size - at)))
+        part = chunk[: mapped.size - at]
+        mapped.read_into(at, part)
+        hasher.update(part)
     return hasher.hexdigest()
 
 

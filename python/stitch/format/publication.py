@@ -25,6 +25,8 @@ from stitch.types import Kind, Ref, parse_version_name
 
 __all__ = ["Payload", "PublicationReader"]
 
+Buffer = bytes | bytearray | memoryview
+
 _HEX: Final = frozenset("0123456789abcdef")
 
 
@@ -103,12 +105,12 @@ class PublicationReader:
             raise type(error)(f"{directory.name}: {error.message}", **fields) from error
 
     def blob(self, name: str) -> memoryview:
-        """The bytes of one payload, read-only."""
+        """The bytes of one payload, read into fresh memory. Raises: Unavailable; OSError."""
         payload = self.payloads[name]
-        return self._files[payload.path].view(payload.offset, payload.nbytes)
+        return self._files[payload.path].read(payload.offset, payload.nbytes)
 
     def adopt_shards(self, shards: list[Shard]) -> None:
-        """Take ownership of mapped files; payloads of a delta are built by the opener."""
+        """Take ownership of opened files; payloads of a delta are built by the opener."""
         self._shards = shards
         self._files = {shard.file.path: shard.file for shard in shards}
 
@@ -157,10 +159,6 @@ class _Opener:
             if trusted_only:
                 raise NotVisibleYet(f"{INDEX_NAME} is not there", file=INDEX_NAME) from None
             return self._without_index()
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            _refuse(INDEX_NAME, None, "it is not a regular file")
         index = parse_index(data)
         if index.version is not None and index.version != self.number:
             _refuse(
@@ -170,7 +168,7 @@ class _Opener:
             raise Forbidden(f"{self.directory.name} is foreign: its index names no manifest")
         return self._with_index(index, data)
 
-    def _with_index(self, index: ParsedIndex, data: bytes) -> PublicationReader:
+    def _with_index(self, index: ParsedIndex, data: Buffer) -> PublicationReader:
         manifest = None
         digest = blake3.blake3(data).hexdigest()
         if index.manifest_name is not None and index.manifest_blake3 is not None:
@@ -223,7 +221,7 @@ class _Opener:
             shard.file.close()
             _refuse(LONE_FILE_NAME, None, "a full version without tensors")
         index = ParsedIndex(Kind.ANCHOR, None, None, None, None, {}, None, None)
-        digest = blake3.blake3(bytes(shard.header())).hexdigest()
+        digest = blake3.blake3(shard.header()).hexdigest()
         reader = PublicationReader(self.directory, self.number, index, None, digest)
         reader.adopt_shards([shard])
         reader.checkpoint = Checkpoint(self.directory, [shard], confined_side_files(self.directory))

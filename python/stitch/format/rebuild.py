@@ -1,7 +1,9 @@
 """Rebuilding a model state: a base, or the newest anchor, with every later delta applied.
 
-Nothing that is mapped is ever written: each changed tensor is built in fresh memory, so a
+Nothing that a source holds is ever written: each changed tensor is built in fresh memory, so a
 corrupt chain damages nothing. Every digest that the chain carries is checked at its own step.
+Files are read, not mapped: one that is cut short meanwhile is an error and not a signal, and what
+is delivered is what was checked.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, NoReturn, Protocol
+from typing import Final, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,6 +34,7 @@ from stitch.types import Kind
 
 __all__ = [
     "IN_FLIGHT_BYTES_MAX",
+    "ReadableSource",
     "RebuildCancelled",
     "RebuildReport",
     "RebuiltTensor",
@@ -64,6 +67,15 @@ class TensorSource(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
     def view(self, name: str) -> memoryview:
         """The tensor's bytes. They must not change while a rebuild runs."""
+        ...
+
+
+@runtime_checkable
+class ReadableSource(Protocol):
+    """A source that lies in files, which others could cut short: read rather than viewed."""
+
+    def read(self, name: str) -> memoryview:
+        """The tensor's bytes. If they are writable, nobody else holds that memory."""
         ...
 
 
@@ -119,14 +131,15 @@ def rebuild(
             every digest verified. `data` may be kept.
         base_version: the version that `base` is, if known: the first delta must apply to it.
         base_checksums: of all base tensors, if known; else they are computed, O(model).
-        everything: deliver unchanged tensors too, as views of the source.
-        in_flight_bytes_max: bound on the memory of tensors built and not yet delivered; one
-            tensor is always allowed.
+        everything: deliver unchanged tensors too.
+        in_flight_bytes_max: bound on the memory of tensors read or built and not yet delivered;
+            one tensor is always allowed.
     Raises: CorruptData naming version, file and tensor: broken lineage, a tensor that the source
         lacks, a bad payload, a digest that differs, a model digest that differs (then all
-        deliveries must be dropped); RebuildCancelled; whatever `on_tensor` raises.
+        deliveries must be dropped); Unavailable if a file changed or vanished meanwhile;
+        OSError; RebuildCancelled; whatever `on_tensor` raises.
     """
-    fold = _Fold(base, chain, base_version, base_checksums)
+    fold = _Fold(base, chain, base_version, base_checksums, everything)
     changed: list[str] = []
     finals: dict[str, Checksum] = {}
     for done in _in_order(fold, threads, in_flight_bytes_max):
@@ -160,8 +173,10 @@ class _Fold:
         chain: Sequence[PublicationReader],
         base_version: int | None,
         base_checksums: Mapping[str, Checksum] | None,
+        everything: bool,
     ) -> None:
         self.base = base
+        self.everything = everything
         anchor_at = max((i for i, p in enumerate(chain) if p.kind == Kind.ANCHOR), default=-1)
         self.anchor = chain[anchor_at] if anchor_at >= 0 else None
         self.deltas = chain[anchor_at + 1 :]
@@ -196,15 +211,25 @@ class _Fold:
                 )
 
     def cost(self, name: str) -> int:
-        """Bytes of fresh memory that `tensor(name)` returns."""
-        return self.source.tensors[name].nbytes if name in self.steps else 0
+        """Bytes of fresh memory that `tensor(name)` takes, the largest payload aside."""
+        read = isinstance(self.source, ReadableSource) and self._needs_bytes(name)
+        nbytes = self.source.tensors[name].nbytes
+        return nbytes if read or name in self.steps else 0
+
+    def _needs_bytes(self, name: str) -> bool:
+        return (
+            self.everything
+            or self.anchor is not None
+            or name in self.steps
+            or name not in self.known
+        )
 
     def tensor(self, name: str) -> _Done:
         """Build one tensor: every step applied and verified. Runs in a worker thread."""
         info = self.source.tensors[name]
         shape = tuple(info.shape)
         lane = lane_bytes_for(shape, bits_of(info.dtype))
-        data = self.source.view(name)
+        data = _read(self.source, name) if self._needs_bytes(name) else memoryview(b"")
         source_sum = self.known.get(name)
         if source_sum is None:
             source_sum = additive_lanes(data, lane_bytes=lane)
@@ -213,7 +238,7 @@ class _Fold:
         checksum = source_sum
         step_sums: dict[int, Checksum] = {}
         if name in self.steps:
-            out = np.empty(info.nbytes, np.uint8).data
+            out = np.empty(info.nbytes, np.uint8).data if data.readonly else data
             for at in self.steps[name]:
                 checksum = _apply(self.deltas[at], name, data, out, lane)
                 step_sums[at] = checksum
@@ -226,7 +251,7 @@ class _Fold:
         held = self.base.tensors.get(info.name)
         if held is None or (held.dtype, tuple(held.shape)) != (info.dtype, tuple(info.shape)):
             return True
-        old = np.frombuffer(self.base.view(info.name), np.uint8)
+        old = np.frombuffer(_read(self.base, info.name), np.uint8)
         new = np.frombuffer(data, np.uint8)
         return any(
             not np.array_equal(old[at : at + _COMPARE_CHUNK], new[at : at + _COMPARE_CHUNK])
@@ -292,6 +317,10 @@ def _in_order(fold: _Fold, threads: int, bytes_max: int) -> Iterator[_Done]:
             yield waiting.popleft()[1].result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _read(source: TensorSource, name: str) -> memoryview:
+    return source.read(name) if isinstance(source, ReadableSource) else source.view(name)
 
 
 def _apply(

@@ -26,7 +26,8 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 INDEX_SIZE_MAX: Final = 64 * 2**20
 # How the native header parser names the tensor at fault.
 _NAMED_TENSOR = re.compile(r"tensor '(.*?)':")
-_FILE_NAME = re.compile(r"[^/\\\0-\x1f\x7f]{1,255}")
+_FILE_NAME = re.compile(r"[^/\\\0-\x1f\x7f]+")
+FILE_NAME_BYTES_MAX: Final = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One mapped safetensors file; `tensors` in data order, `data_at` where data starts."""
+    """One safetensors file; `tensors` in data order, `data_at` where data starts."""
 
     name: str
     file: MappedFile
@@ -53,10 +54,10 @@ class Shard:
 
     def header(self) -> memoryview:
         """The file's first bytes: length, header JSON and padding."""
-        return self.file.view(0, self.data_at)
+        return self.file.read(0, self.data_at)
 
     def view(self, tensor: StoredTensor) -> memoryview:
-        """The tensor's bytes, read-only."""
+        """The tensor's bytes, read-only and mapped (`MappedFile.view`)."""
         return self.file.view(tensor.offset, tensor.nbytes)
 
 
@@ -67,6 +68,7 @@ def check_file_name(name: object, *, where: str) -> str:
         or not _FILE_NAME.fullmatch(name)
         or name.startswith(".")
         or not name.endswith(".safetensors")
+        or len(name.encode("utf-8", "surrogatepass")) > FILE_NAME_BYTES_MAX
     ):
         reason = f"{str(name)[:200]!r} is not the bare name of a safetensors file"
         raise CorruptData(f"{where}: {reason}", file=where, reason=reason)
@@ -93,7 +95,7 @@ def open_shards(
     confined: bool,
     missing: type[StitchError],
 ) -> list[Shard]:
-    """Map every file that `weight_map` names, sorted by file name, and match names exactly.
+    """Open every file that `weight_map` names, sorted by file name, and match names exactly.
 
     Args: confined: refuse symbolic links that leave `directory`. missing: raised for an absent
         file.
@@ -113,7 +115,7 @@ def open_shards(
 
 
 def open_shard(directory: Path, name: str, *, confined: bool, missing: type[StitchError]) -> Shard:
-    """Map one file and validate its header in full. Raises as `open_shards`."""
+    """Open one file and validate its header in full. Raises as `open_shards`."""
     path = directory / name
     if confined and not resolves_inside(path, directory):
         reason = "it is a link that leaves the version's directory"
@@ -122,18 +124,12 @@ def open_shard(directory: Path, name: str, *, confined: bool, missing: type[Stit
         file = MappedFile(path)
     except FileNotFoundError as error:
         raise missing(f"{name} is not there", file=name, reason="missing file") from error
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        reason = "it is not a regular file"
-        raise CorruptData(f"{name}: {reason}", file=name, reason=reason) from error
     try:
-        head_size = _core.header_size(file.view(0, min(8, file.size)), file.size)
+        head_size = _core.header_size(file.read(0, min(8, file.size)), file.size)
         entries, metadata, data_at = _core.parse_safetensors_header(
-            file.view(0, head_size), file.size
+            file.read(0, head_size), file.size
         )
-    except StitchError as error:
-        file.close()
+    except CorruptData as error:
         named = _NAMED_TENSOR.search(error.message)
         raise CorruptData(
             f"{name}: {error.message}",

@@ -10,7 +10,10 @@ from stitch.errors import CorruptData
 __all__ = ["parse_object"]
 
 
-def parse_object(data: bytes, *, where: str, size_max: int) -> dict[str, Any]:
+Buffer = bytes | bytearray | memoryview
+
+
+def parse_object(data: Buffer, *, where: str, size_max: int) -> dict[str, Any]:
     """Decode one JSON object.
 
     Raises: CorruptData (field `file=where`) for more than `size_max` bytes, bytes that are not
@@ -37,7 +40,7 @@ def parse_object(data: bytes, *, where: str, size_max: int) -> dict[str, Any]:
     if len(data) > size_max:
         fail(f"{len(data)} bytes of JSON; at most {size_max} are read")
     try:
-        text = data.decode("utf-8")
+        text = str(data, "utf-8")
         value = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
