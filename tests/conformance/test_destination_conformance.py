@@ -191,6 +191,11 @@ class FencesNothing(DiskDestination):
         self._pending = None
 
 
+class IgnoresOrdersInBetween(DiskDestination):
+    def advance(self, attempt: int) -> None:
+        return
+
+
 class SwallowsAFullDisk(DiskDestination):
     async def stage(self, request: StageRequest) -> Staged:
         try:
@@ -216,6 +221,7 @@ BROKEN: dict[type[CopyingDestination], str] = {
     AdoptsTheOldDigest: "a_chain_goes_live_at_once",
     DiscardsOnlyHere: "a_discarded_stage_cannot_come_back",
     FencesNothing: "a_fence_voids_what_was_staged",
+    IgnoresOrdersInBetween: "a_label_in_between_makes_nothing_stale",
     SwallowsAFullDisk: "a_full_disk_changes_nothing",
 }
 

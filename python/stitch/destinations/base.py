@@ -96,6 +96,11 @@ class Destination(Protocol):
         """
         ...
 
+    def advance(self, attempt: int) -> None:
+        """The reconciler sent an order of its own, a label, under `attempt`: later orders of
+        this destination must not be older."""
+        ...
+
     async def fence(self, attempt: int) -> None:
         """Make every order of an older attempt void on all ranks, one still on its way included."""
         ...

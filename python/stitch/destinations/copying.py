@@ -126,6 +126,9 @@ class CopyingDestination:
         missing = dict.fromkeys(self._state.slices.keys() - held, "no rank holds it")
         return Proof(covered=len(held), missing=missing)
 
+    def advance(self, attempt: int) -> None:
+        self._ranks.attempt = max(attempt, self._ranks.attempt)
+
     async def fence(self, attempt: int) -> None:
         self._ranks.attempt = max(attempt, self._ranks.attempt)
         self._pending = None

@@ -89,7 +89,7 @@ class Activator:
         old = self._gate.label
         if old is None:
             label = life.next_label(target)
-            await life.control.label(life.next_attempt(), label)
+            await life.control.label(life.label_attempt(), label)
             self._check_known(life)
             self._gate.open(label)
         else:
@@ -111,7 +111,7 @@ class Activator:
                 return False
             try:
                 self._check_known(life)
-                await life.control.label(life.next_attempt(), label)
+                await life.control.label(life.label_attempt(), label)
             except BaseException:
                 # Both names are true of these bytes, whichever a rank now stamps.
                 self._gate.open(old if life.known else None)

@@ -254,7 +254,7 @@ class Driver:
                     reason="behind",
                 )
             )
-            await life.control.label(life.next_attempt(), None)
+            await life.control.label(life.label_attempt(), None)
 
     async def _with_boot(self, life: Life, seen: Observed) -> Observed:
         """What the boot checkpoint counts as, and whether the store proves or disproves it."""

@@ -44,6 +44,12 @@ class Life:
         self.attempt += 1
         return self.attempt
 
+    def label_attempt(self) -> int:
+        """A fresh attempt number for a label order sent outside an activation."""
+        attempt = self.next_attempt()
+        self.destination.advance(attempt)
+        return attempt
+
     def next_label(self, ref: Ref) -> Label:
         """A label with a fresh epoch: after every activation and undo."""
         self.epoch += 1

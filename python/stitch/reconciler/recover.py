@@ -119,7 +119,7 @@ class Recovery:
         if not self._engine.capabilities.keyed_cache:
             await life.control.flush()
         label = None if life.held is None else life.next_label(life.held)
-        await life.control.label(life.next_attempt(), label)
+        await life.control.label(life.label_attempt(), label)
         await life.control.resume(recompute=True)
         life.known = True
         self._status.known = True

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from stitch.destinations.base import Destination, Staged, StageRequest
+from stitch.engines.base import RankOrder
 from stitch.env import Env, FileHandle, OsFiles
 from stitch.errors import ActivationFailed, CorruptData, StitchError, Unavailable
 from stitch.format.records import version_prefix
@@ -327,6 +328,17 @@ async def a_scrub_finds_and_a_repair_heals(harness: DestinationHarness) -> None:
     driven.serves(driven.held)
 
 
+async def a_label_in_between_makes_nothing_stale(harness: DestinationHarness) -> None:
+    driven = await _Driven.start(harness)
+    await driven.activate(await driven.publish(driven.bytes_of(0, 5)))
+    driven.attempt += 1
+    order = RankOrder("incarnation-1", driven.attempt, "label")
+    assert all(reply.ok for reply in await driven.engine.order(order, deadline_s=5.0))
+    driven.destination.advance(driven.attempt)
+    assert (await driven.destination.scrub()).ok, "a scrub after a label was stale"
+    await driven.activate(await driven.publish(driven.bytes_of(0, 6)))
+
+
 async def a_new_sidecar_repairs_what_it_finds(harness: DestinationHarness) -> None:
     """A sidecar attaches to an engine that serves a later version: proof fails, repair heals."""
     driven = await _Driven.start(harness)
@@ -403,6 +415,7 @@ CASES: Final[dict[str, Callable[[DestinationHarness], Awaitable[None]]]] = {
         a_discarded_stage_cannot_come_back,
         a_fence_voids_what_was_staged,
         a_scrub_finds_and_a_repair_heals,
+        a_label_in_between_makes_nothing_stale,
         a_new_sidecar_repairs_what_it_finds,
         a_misfit_is_refused,
         files_stay_bounded_and_go_at_close,
