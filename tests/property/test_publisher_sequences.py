@@ -177,4 +177,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestLife.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)

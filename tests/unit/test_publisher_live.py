@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+from aiohttp import web
 
 from stitch.errors import InvalidInput, Unavailable
 from stitch.pools.base import Member
-from stitch.publisher.live import LiveWatch
+from stitch.publisher import Publisher
+from stitch.publisher.live import LiveWatch, fetch_server_info
 from stitch.publisher.publication import LiveReport
 from stitch.testing.clock import run_virtual, virtual_env
+from stitch.testing.memory_store import MemoryStore
 from stitch.types import Ref
 
 REF = Ref("a", 3)
@@ -132,3 +136,51 @@ def test_an_empty_pool_has_nobody_to_wait_for() -> None:
 def test_impossible_counts_are_refused(replicas: Any) -> None:
     with pytest.raises(InvalidInput):
         wait([lambda n: report(3)], replicas)
+
+
+async def test_reports_come_from_server_info_over_http() -> None:
+    async def server_info(request: web.Request) -> web.Response:
+        return web.json_response({"state": "READY", "pad": "x" * 300_000})
+
+    async def flood(request: web.Request) -> web.Response:
+        return web.Response(body=b" " * (2 << 20))
+
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(text="<html>")
+
+    app = web.Application()
+    app.router.add_get("/server_info", server_info)
+    app.router.add_get("/page/server_info", page)
+    app.router.add_get("/flood/server_info", flood)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        found = await fetch_server_info(f"http://127.0.0.1:{port}/")
+        assert found["state"] == "READY"
+        with pytest.raises(Unavailable, match="no report"):
+            await fetch_server_info(f"http://127.0.0.1:{port}/page")
+        with pytest.raises(Unavailable, match="over"):
+            await fetch_server_info(f"http://127.0.0.1:{port}/flood")
+    finally:
+        await runner.cleanup()
+    with pytest.raises(Unavailable, match="no report"):
+        await fetch_server_info(f"http://127.0.0.1:{port}")
+
+
+def test_a_publisher_asks_its_pool() -> None:
+    async def fetch(url: str) -> Mapping[str, Any]:
+        served = {"run_id": "a", "version": 1}
+        return {"replica_id": url[-2:], "state": "READY", "incarnation": "i", "served": served}
+
+    with Publisher(MemoryStore(), run_id="a", pool=FixedPool(2), fetch_report=fetch) as publisher:
+        version = publisher.publish({"w": np.ones(3, np.float32)}).wait(30).ref.version
+        report = publisher.wait_live(version, replicas=2, timeout=5)
+        assert (report.live, report.missing, report.enough) == (("m0", "m1"), {}, True)
+    with (
+        Publisher(MemoryStore(), run_id="a") as publisher,
+        pytest.raises(InvalidInput, match="pool"),
+    ):
+        publisher.wait_live(1)

@@ -36,7 +36,11 @@ async def fetch_server_info(url: str) -> Mapping[str, Any]:
             aiohttp.ClientSession(timeout=limit) as session,
             session.get(f"{url.rstrip('/')}/server_info") as answer,
         ):
-            body = await answer.content.read(_REPORT_BYTES_MAX)
+            body = bytearray()
+            async for chunk in answer.content.iter_chunked(1 << 16):
+                body += chunk
+                if len(body) > _REPORT_BYTES_MAX:
+                    raise Unavailable(f"{url}: its report is over {_REPORT_BYTES_MAX} bytes")
             document = json.loads(body)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise Unavailable(f"{url}: no report ({type(error).__name__})") from error
