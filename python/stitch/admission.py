@@ -278,6 +278,10 @@ class AdmissionGate:
         """Wait until no lease is held; False if some still are after `deadline_s`."""
         return await self._drain(True, deadline_s)
 
+    def oldest_epoch(self) -> int | None:
+        """The lowest activation epoch at which a running lease was admitted; None if none runs."""
+        return min((lease.label.epoch for lease in self._leases.values()), default=None)
+
     def abort_all(self, error: StitchError) -> None:
         """End every lease with `error`: the engine they run on is gone or must not be trusted."""
         for lease in list(self._leases.values()):

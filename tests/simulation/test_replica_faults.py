@@ -285,6 +285,23 @@ def test_a_flush_that_is_refused_is_retried_then_undone(tmp_path: Path) -> None:
     simulate(tmp_path, scenario, engine={"keyed_cache": False})
 
 
+def test_a_cache_without_epochs_is_flushed_after_the_last_crossing(tmp_path: Path) -> None:
+    async def scenario(made: World) -> None:
+        run = await made.claim()
+        await made.settle(run.ref)
+        crossing = asyncio.create_task(made.request(token_count=300))
+        await made.env.clock.sleep(0.1)
+        await made.settle(await made.publish(run))
+        flushes = made.engine.calls.count("flush")
+        await made.env.clock.sleep(1.0)
+        assert made.engine.calls.count("flush") == flushes, "flushed while the crossing runs"
+        await crossing
+        await made.env.clock.sleep(0.2)
+        assert made.engine.calls.count("flush") == flushes + 1
+
+    simulate(tmp_path, scenario, engine={"keyed_cache": False}, mode=ActivationMode.IN_PLACE)
+
+
 def test_pins_hold_an_activation_back_then_are_ended(tmp_path: Path) -> None:
     """Invariant 5 and the bounded drain: defer three times, then abort with a retryable error."""
 

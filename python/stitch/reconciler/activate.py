@@ -157,6 +157,8 @@ class Activator:
             # The new bytes are verified and in place; only the engine does not go on.
             await life.destination.adopt(staged)
             raise
+        if not self._engine.capabilities.keyed_cache and self._gate.running:
+            life.crossed_epoch = label.epoch
         self._open(life, label)
         return swap_s, recompute_s
 

@@ -1,7 +1,7 @@
 """The loop: look at the pointer, decide, perform; wakes coalesced, polling as the backstop.
 
-One task owns the life, the status and the gate's reconciler side. A second one watches the
-engine's health; it only marks the life as unknown, and never while an activation runs.
+One task owns the life, the status and the gate's reconciler side. `watch` runs beside it; it
+only marks the life as unknown, and never while an activation runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import logging
 
 from stitch.destinations.base import StageRequest
-from stitch.engines.base import Engine, Health
+from stitch.engines.base import Engine
 from stitch.env import Env
 from stitch.errors import (
     ActivationFailed,
@@ -41,6 +41,7 @@ from stitch.reconciler.life import UNNAMED, Life, lose
 from stitch.reconciler.plan import Fetched, Held, StoreLease, fetch_path, run_record
 from stitch.reconciler.recover import Recovery
 from stitch.reconciler.status import PassRecord, ReplicaStatus
+from stitch.reconciler.watch import EngineWatch
 from stitch.stores.base import Store
 from stitch.stores.versions import BARE_RUN_ID, load_run, read_manifest, resolve_pointer
 from stitch.types import GateState, Phase, Ref
@@ -63,6 +64,7 @@ class Driver:
     ) -> None:
         config = status.config
         self._store = store
+        self._engine = engine
         self._status = status
         self._gate = status.gate
         self._config = config
@@ -73,6 +75,7 @@ class Driver:
         self._lease = StoreLease(store, config.replica_id, env, beat_s=config.lease_beat_s)
         self._cache = config.work_dir / "fetched"
         self._wake = asyncio.Event()
+        self._watch = EngineWatch(status, env, life=lambda: self._life, wake=self.wake)
         self._stopped = False
         self._seen: Ref | None = None
         self._superseded_runs: frozenset[str] = frozenset()
@@ -92,7 +95,9 @@ class Driver:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._loop(), name="reconcile")
-                tasks.create_task(self._watch(), name="engine-watch")
+                tasks.create_task(self._watch.health(), name="engine-watch")
+                if not self._engine.capabilities.keyed_cache:
+                    tasks.create_task(self._watch.crossings(), name="flush-after-crossing")
         except BaseExceptionGroup as group:
             lost = [error for error in group.exceptions if isinstance(error, ReplicaLost)]
             if lost:
@@ -417,40 +422,6 @@ class Driver:
                 f"{len(verified.mismatched)} live tensors changed by themselves, first "
                 f"{verified.mismatched[0]!r}"
             )
-
-    async def _watch(self) -> None:
-        failures = 0
-        while True:
-            await self._env.clock.sleep(self._config.probe_s)
-            life = self._life
-            if life is None or not self._may_judge(life):
-                failures = 0
-                continue
-            health = await life.control.healthy()
-            restarted = False
-            if health is Health.HEALTHY:
-                failures = 0
-                with contextlib.suppress(EngineUnavailable):
-                    restarted = (await life.control.describe()).boot_id != life.boot_id
-            else:
-                failures += 1
-            if not self._may_judge(life):
-                failures = 0
-            elif restarted or failures >= self._config.probe_failures_max:
-                failures = 0
-                why = "came back as another process" if restarted else f"is {health.value}"
-                self._status.fail(EngineUnavailable(f"the engine {why}"))
-                lose(life, self._status)
-                self.wake()
-
-    def _may_judge(self, life: Life) -> bool:
-        """The engine should make progress now: known, and no activation is under way."""
-        return (
-            life is self._life
-            and life.known
-            and self._status.phase is not Phase.ACTIVATING
-            and self._gate.state is GateState.OPEN
-        )
 
     def _recorded(self, record: PassRecord, target: Ref, done: Activated) -> None:
         record.applied_version = target.version

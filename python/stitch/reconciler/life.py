@@ -23,7 +23,8 @@ class Life:
     known: the live weights are proven to be the destination's canonical state. held: the ref of
     that state, None while it has no name. base_judged: the store proved or disproved the boot
     checkpoint's name, or it no longer matters. proven: the destination proved or listed its ranks.
-    staged: a prepared target, and how often in a row it superseded an older one.
+    staged: a prepared target, and how often in a row it superseded an older one. crossed_epoch:
+    requests admitted before this epoch crossed it, and a flush is due when they have ended.
     """
 
     incarnation: str
@@ -38,6 +39,7 @@ class Life:
     base_judged: bool = False
     staged: Staged | None = None
     superseded: int = 0
+    crossed_epoch: int | None = None
 
     def next_attempt(self) -> int:
         """A fresh attempt number; older orders become void."""
