@@ -2,7 +2,8 @@
 
 offer (every rank) -> plan (rank 0) -> files (every rank) -> manifest, seal, pointer (rank 0) ->
 the sealed state moves on (every rank). Rank 0's failures reach every rank, so all ranks agree on
-what is sealed. Only this module writes a `Session`.
+what is sealed. Only this module writes a `Session`. It stays one file, past 400 lines, because the
+steps are read in this order and share that one owner.
 """
 
 from __future__ import annotations
@@ -19,66 +20,30 @@ from stitch.format.tensors import RawTensor
 from stitch.format.wire import FileEntry
 from stitch.format.write import (
     DataFile,
-    EncodedTensor,
     anchor_file,
     data_file_name,
     delta_file,
 )
 from stitch.publisher.commit import Documents, equal_manifest, make_documents, retry_plan
+from stitch.publisher.job import Job, PipelineOptions, Receipt, make_offer
 from stitch.publisher.plan import (
     FilePlan,
     Offer,
-    Offered,
     Plan,
     assign_files,
     check_names,
     merge_offers,
 )
-from stitch.publisher.publication import Publication, Published
+from stitch.publisher.publication import Published
 from stitch.publisher.ranks import Ranks
 from stitch.publisher.session import Session
-from stitch.publisher.state import Layer, SealedState, TensorFacts, TensorState, digest_after
+from stitch.publisher.state import SealedState, TensorFacts, TensorState, digest_after
 from stitch.stores.base import Sealed, Staging
 from stitch.types import Kind, Ref
 
-__all__ = ["Job", "Pipeline", "PipelineOptions"]
+__all__ = ["Pipeline"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineOptions:
-    """Limits and formats. anchor_ratio: a delta bigger than this share of the model becomes an
-    anchor. anchor_every: versions from one anchor to the next at most; None means no limit."""
-
-    encoding: str = "xor"
-    checksum_format: str = "xxh3-128"
-    anchor_every: int | None = 64
-    anchor_ratio: float = 0.9
-    file_bytes_max: int = 4 * 2**30
-
-
-@dataclass(eq=False)
-class Job:
-    """One publication on this rank, as `publish` left it."""
-
-    publication: Publication
-    layer: Layer
-    given: frozenset[str]
-    encoded: dict[str, EncodedTensor]
-    needs_anchor: bool
-    encode_s: float
-    rollback_of: Ref | None = None
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """What one rank wrote, or why it could not."""
-
-    entries: tuple[FileEntry, ...] = ()
-    weight_map: tuple[tuple[str, str], ...] = ()
-    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -148,25 +113,9 @@ class Pipeline:
         if refusal is not None:
             return Offer(version, {}, False, False, refusal)
         try:
-            return self._full_offer(job, after)
+            return make_offer(job, after, self.session.sealed)
         except Exception as error:
             return Offer(version, {}, False, False, error)
-
-    def _full_offer(self, job: Job, after: dict[str, TensorState]) -> Offer:
-        sealed = self.session.sealed
-        replaces = job.layer.replaces_all()
-        names = job.given | after.keys()
-        if not replaces:
-            names |= sealed.tensors.keys()
-        tensors = {}
-        for name in names:
-            state = after[name] if name in after else sealed.tensors[name]
-            blob = job.encoded.get(name)
-            given = name in job.given or name in after
-            size = len(blob.blob) if blob is not None else 0
-            tensors[name] = Offered(state.facts, given, name in after, size)
-        needs_anchor = job.needs_anchor or job.layer.on_failed() or not sealed.known
-        return Offer(job.publication.ref.version, tensors, needs_anchor, replaces)
 
     async def _planned(self, job: Job, offers: list[Offer]) -> tuple[Plan, Staging | None]:
         """Rank 0 plans and begins the attempt; then the others join it."""

@@ -1,14 +1,13 @@
 """The Publisher: the sync face that a trainer calls.
 
 `publish` compares and copies in the caller's thread; the store is written in the background by
-one task on a private loop. `docs/stores.md`, section "Publishing", is the guide.
+one task on a private loop. `docs/stores.md`, section "Publishing", is the guide. Past 400 lines,
+since it is the one public class and a third of it says what its options and calls mean.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +21,13 @@ from stitch.env import Env
 from stitch.errors import Conflict, InvalidInput, Unavailable
 from stitch.format.tensors import RawTensor, as_raw_tensors
 from stitch.pools.base import Pool
-from stitch.publisher.claim import ClaimRequest, claim
+from stitch.publisher.claim import ClaimRequest
+from stitch.publisher.claimer import Claimer
 from stitch.publisher.encode import Change, copy_all, encode_changes
-from stitch.publisher.lineage import Loader
+from stitch.publisher.job import Job, PipelineOptions
 from stitch.publisher.live import FetchReport, LiveWatch, fetch_server_info
 from stitch.publisher.loop import LoopThread
-from stitch.publisher.pipeline import Job, Pipeline, PipelineOptions
+from stitch.publisher.pipeline import Pipeline
 from stitch.publisher.publication import LiveReport, Publication
 from stitch.publisher.ranks import Ranks, open_ranks
 from stitch.publisher.session import Session
@@ -92,32 +92,29 @@ class Publisher:
         fetch_report: FetchReport = fetch_server_info,
     ) -> None:
         Ref(run_id, boot_version or 0)
-        check_encoding(encoding)
-        if checksum not in DIGEST_FORMATS:
-            raise InvalidInput(
-                f"checksum {checksum!r} is not one of {', '.join(DIGEST_FORMATS)}", param="checksum"
-            )
-        for name, value, least in (
-            ("anchor_every", anchor_every, 1),
-            ("in_flight_max", in_flight_max, 1),
-            ("threads", threads, 0),
-            ("file_bytes_max", file_bytes_max, 1),
-        ):
-            if value is not None and value < least:
-                raise InvalidInput(f"{name} {value} must be at least {least}", param=name)
-        self._env = env if env is not None else Env()
-        self._owns_store = isinstance(store, str)
-        self._store = open_store(store, env=self._env) if isinstance(store, str) else store
-        self._request = ClaimRequest(run_id, boot_version, fork_from)
         self._options = PipelineOptions(
             encoding, checksum, anchor_every, anchor_ratio, file_bytes_max
         )
+        _check_options(self._options, in_flight_max=in_flight_max, threads=threads)
+        self._env = env if env is not None else Env()
+        self._owns_store = isinstance(store, str)
+        self._store = open_store(store, env=self._env) if isinstance(store, str) else store
         self._base = Path(base) if base is not None else None
         self._cache_dir = Path(cache_dir) if cache_dir is not None else None
         self._threads = threads or os.cpu_count() or 1
         self._pool = pool
         self._fetch_report = fetch_report
         self._ranks: Ranks = open_ranks(group, self._env, timeout_s=rank_timeout_s)
+        self._claimer = Claimer(
+            self._store,
+            ClaimRequest(run_id, boot_version, fork_from),
+            self._ranks,
+            self._env,
+            base=self._base,
+            cache_dir=self._cache_dir,
+            threads=self._threads,
+        )
+        self._run_id = run_id
         self._in_flight_max = in_flight_max
         self._slots = threading.BoundedSemaphore(in_flight_max)
         self._order = threading.RLock()
@@ -144,7 +141,7 @@ class Publisher:
     @property
     def run_id(self) -> str:
         """The run this publisher writes."""
-        return self._request.run_id
+        return self._run_id
 
     @property
     def ref(self) -> Ref | None:
@@ -155,7 +152,7 @@ class Publisher:
         if self._closed:
             raise Unavailable("the publisher is closed")
         if self._session is None:
-            session = self._loop.run(self._claim())
+            session = self._loop.run(self._claimer.claim())
             self._session = session
             self._issued = session.sealed.ref.version
             pipeline = self.pipeline_class(session, self._ranks, self._env, self._options)
@@ -165,58 +162,6 @@ class Publisher:
     async def _start(self, pipeline: Pipeline) -> Worker:
         pool = self._pool if self._ranks.rank == 0 else None
         return Worker(pipeline, pool, self._env, self._slots.release)
-
-    async def _claim(self) -> Session:
-        """Rank 0 claims; the others load the same state. A failure on one rank is one on all."""
-        ranks = self._ranks
-        session: Session | None = None
-        error: Exception | None = None
-        if ranks.rank == 0:
-            try:
-                session = await self._with_loader(
-                    lambda loader: claim(self._store, self._request, loader, self._env)
-                )
-            except Exception as failure:
-                error = failure  # rank boundary: the others wait for it
-        if ranks.size > 1:
-            told = (session.record, session.sealed.ref, session.sealed.known) if session else None
-            told, error = await ranks.broadcast((told, error))
-            if error is None and ranks.rank != 0:
-                try:
-                    session = await self._follow(*told)
-                except Exception as failure:
-                    error = failure
-            errors = [found for found in await ranks.all_gather(error) if found is not None]
-            error = errors[0] if errors else None
-        if error is not None:
-            raise error
-        assert session is not None
-        return session
-
-    async def _follow(self, record: Any, ref: Ref, known: bool) -> Session:
-        sealed = SealedState(ref, None, None, None, None)
-        if known:
-            sealed = await self._with_loader(lambda loader: loader.load(record, ref.version))
-        return Session(self._store, record, sealed, ref, None)
-
-    async def _with_loader(self, work: Callable[[Loader], Any]) -> Any:
-        scratch = None
-        cache = self._cache_dir
-        if cache is None and not self._store.capabilities.local_files:
-            scratch = cache = Path(tempfile.mkdtemp(prefix="stitch-publisher-"))
-        loader = Loader(
-            self._store,
-            self._base,
-            cache if cache is not None else Path(tempfile.gettempdir()),
-            self._env,
-            self._threads,
-            copy_base=self._ranks.size == 1,
-        )
-        try:
-            return await work(loader)
-        finally:
-            if scratch is not None:
-                shutil.rmtree(scratch, ignore_errors=True)
 
     # Publishing
 
@@ -260,9 +205,7 @@ class Publisher:
                     f"not {to_version}",
                     param="to_version",
                 )
-            old: SealedState = self._loop.run(
-                self._with_loader(lambda loader: loader.load(record, to_version))
-            )
+            old: SealedState = self._loop.run(self._claimer.load(record, to_version))
             # Each rank gives what it holds; alone, or with nothing held, rank 0 gives all.
             names = set(session.sealed.tensors)
             if self._ranks.size == 1 or not session.sealed.known:
@@ -453,3 +396,25 @@ def _same_model(one: SealedState, other: SealedState) -> bool:
         state.same_kind(other.tensors[name].dtype, other.tensors[name].shape)
         for name, state in one.tensors.items()
     )
+
+
+def _check_options(options: PipelineOptions, *, in_flight_max: int, threads: int) -> None:
+    """Raises: InvalidInput, Unsupported naming the option."""
+    check_encoding(options.encoding)
+    if options.checksum_format not in DIGEST_FORMATS:
+        raise InvalidInput(
+            f"checksum {options.checksum_format!r} is not one of {', '.join(DIGEST_FORMATS)}",
+            param="checksum",
+        )
+    if not options.anchor_ratio > 0:
+        raise InvalidInput(
+            f"anchor_ratio {options.anchor_ratio} must be above 0", param="anchor_ratio"
+        )
+    for name, value, least in (
+        ("anchor_every", options.anchor_every, 1),
+        ("file_bytes_max", options.file_bytes_max, 1),
+        ("in_flight_max", in_flight_max, 1),
+        ("threads", threads, 0),
+    ):
+        if value is not None and value < least:
+            raise InvalidInput(f"{name} {value} must be at least {least}", param=name)

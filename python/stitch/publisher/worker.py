@@ -10,7 +10,8 @@ from typing import Final
 from stitch.env import Env
 from stitch.errors import Unavailable
 from stitch.pools.base import Pool
-from stitch.publisher.pipeline import Job, Pipeline
+from stitch.publisher.job import Job
+from stitch.publisher.pipeline import Pipeline
 
 __all__ = ["Worker"]
 

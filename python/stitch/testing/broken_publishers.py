@@ -13,7 +13,8 @@ from stitch.errors import Conflict, StitchError
 from stitch.format.records import version_prefix
 from stitch.format.tensors import RawTensor
 from stitch.publisher import Publication, Published, Publisher
-from stitch.publisher.pipeline import Job, Pipeline, Receipt
+from stitch.publisher.job import Job, Receipt
+from stitch.publisher.pipeline import Pipeline
 from stitch.publisher.plan import Offer, Plan, merge_offers
 from stitch.publisher.session import Session
 from stitch.publisher.state import SealedState, TensorState
