@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -69,7 +70,7 @@ class Driver:
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         """POST JSON (or raw bytes); the status and the JSON answer."""
-        kind = {"data": body} if isinstance(body, bytes) else {"json": body}
+        kind = {"data": body} if isinstance(body, bytes | io.BytesIO) else {"json": body}
         async with self.http.post(path, **kind) as response:  # type: ignore[arg-type]
             return response.status, json.loads(await response.read())
 

@@ -12,7 +12,7 @@ import pytest
 
 from stitch.engines.embedded import EngineProcess
 from stitch.env import Env
-from stitch.errors import ActivationFailed
+from stitch.errors import ActivationFailed, EngineUnavailable
 from stitch.types import ActivationMode, Label, Ref
 
 pytestmark = pytest.mark.engine
@@ -83,6 +83,80 @@ async def test_carried_state_is_marked_and_never_cached(live: Any) -> None:
     fresh = await live.generate(so_far, max_new_tokens=LONG - cut, **GREEDY)
     assert fresh["meta_info"]["cached_tokens"] == 0
     assert _triples(fresh) != _triples(answer)[cut:], "the weights changed too little to tell"
+
+
+async def test_sixteen_streams_cross_three_versions_and_none_is_cut(live: Any) -> None:
+    async def follow(i: int) -> Any:
+        params = {"max_new_tokens": 700, "ignore_eos": True, "seed": i}
+        last: Any = None
+        body = {"text": f"stream {i}", "sampling_params": params}
+        async for event in live.events("/generate", body):
+            if event == "[DONE]":
+                return last
+            last = event
+        raise AssertionError("the stream ended without its terminator")
+
+    tasks = [asyncio.create_task(follow(i)) for i in range(16)]
+    await live.until(lambda i: i["running"] == 16, "all run")
+    await _until_output(live, 16 * 3)
+    await live.activate(2, undo=1, mode=ActivationMode.RECOMPUTE)
+    await _until_output(live, 16 * 3)
+    await live.activate(3, undo=2, mode=ActivationMode.IN_PLACE)
+    await _until_output(live, 16 * 3)
+    await live.engine.pause(ActivationMode.RECOMPUTE)
+    assert await live.engine.resume(recompute=True) > 0
+    for answer in await asyncio.gather(*tasks):
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 700}
+        spans = _spans(answer)
+        assert [(v, prefix) for v, _, _, prefix in spans] == [
+            (1, "exact"),
+            (2, "exact"),
+            (3, "carried"),
+            (3, "exact"),
+        ]
+        assert answer["meta_info"]["weight_version_start"] == 1
+        assert answer["meta_info"]["weight_version_end"] == 3
+
+
+async def _output_tokens(live: Any) -> int:
+    async with live.http.get("/metrics") as response:
+        page = await response.text()
+    name = "stitch_engine_output_tokens_total "
+    return int(next(line for line in page.splitlines() if line.startswith(name)).split()[1])
+
+
+async def test_no_commit_slips_in_while_a_resume_recomputes(live: Any) -> None:
+    tasks = [
+        asyncio.create_task(live.generate([i + 1] * 700, max_new_tokens=LONG, **GREEDY))
+        for i in range(8)
+    ]
+    await live.until(lambda i: i["running"] == 8, "all run")
+    await _until_output(live, 16)
+    assert (await live.stage(2, undo=1)).ok
+    await live.engine.pause(ActivationMode.RECOMPUTE)
+    await live.must("commit")
+    await live.label(2)
+    resuming = asyncio.create_task(live.engine.resume(recompute=True))
+    await live.until(lambda i: not i["paused"], "it recomputes")
+    assert not resuming.done(), "too quick to try: lengthen the prompts"
+    assert (await live.order("undo")).code == "refused"
+    # A pause in the middle ends that resume; the next one does the rest.
+    await live.engine.pause(ActivationMode.RECOMPUTE)
+    with pytest.raises(EngineUnavailable):
+        await resuming
+    assert await live.engine.resume(recompute=True) > 0
+    await live.post("/abort_request", {"abort_all": True})
+    for answer in await asyncio.gather(*tasks):
+        if not answer["output_ids"]:
+            continue  # still in its prompt when all were aborted
+        assert [s[0] for s in _spans(answer)] in ([1], [2], [1, 2])
+        assert {s[3] for s in _spans(answer)} == {"exact"}
+
+
+async def _until_output(live: Any, count: int) -> None:
+    before = await _output_tokens(live)
+    while await _output_tokens(live) < before + count:
+        await asyncio.sleep(0.002)
 
 
 async def test_undo_restores_outputs_and_leaves_no_stale_prefix(live: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,8 @@ async def test_bad_input_is_a_400_that_names_the_field(live: Any) -> None:
         status, answer = await live.post("/generate", raw)
         assert status == 400, raw[:20]
         assert answer["error"]["message"]
+    status, answer = await live.post("/generate", io.BytesIO(b" " * (16 * 2**20 + 1)))
+    assert (status, answer["error"]["type"]) == (413, "HTTPError")
     assert (await live.post("/nowhere", {}))[0] == 404
     async with live.http.get("/generate") as response:
         assert response.status == 405

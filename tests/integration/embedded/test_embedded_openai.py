@@ -105,3 +105,16 @@ async def test_errors_parse_as_the_clients_own(client: Any) -> None:
 async def test_echo_puts_the_prompt_first(client: Any) -> None:
     done = await client.completions.create(model="tiny", prompt="say", echo=True, max_tokens=2)
     assert done.choices[0].text.startswith("say")
+
+
+async def test_ids_and_cache_keys_may_be_given_per_prompt(live: Any) -> None:
+    body = {"prompt": ["a" * 40, "b" * 40], "rid": ["x", "y"], "extra_key": ["k", None]}
+    for cached in (0, 64):
+        status, answer = await live.post("/v1/completions", body)
+        assert status == 200, answer
+        assert answer["id"] == "x"
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+    status, answer = await live.post("/v1/completions", {**body, "extra_key": "other"})
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    status, answer = await live.post("/v1/completions", {**body, "rid": ["x"]})
+    assert (status, answer["error"]["param"]) == (400, "rid")

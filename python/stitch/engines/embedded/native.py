@@ -8,6 +8,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from stitch.engines.embedded.answers import generate_item
+from stitch.engines.embedded.fields import read_each, read_flag, read_rids
 from stitch.engines.embedded.generation import Ask
 from stitch.engines.embedded.http_face import SseWriter, json_response, read_object
 from stitch.engines.embedded.params import SamplingParams, parse_sampling_params
@@ -75,12 +76,12 @@ def _parse(service: Service, body: dict[str, Any]) -> _Plan:
     prompts, batched = _prompts(service, body)
     count = len(prompts)
     params = _params(service, body.get("sampling_params"), count)
-    logprob = _each(body, "return_logprob", count, bool, False)
-    starts = _each(body, "logprob_start_len", count, int, -1)
-    tops = _each(body, "top_logprobs_num", count, int, 0)
-    keys = _each(body, "extra_key", count, str, None)
-    stream = _flag(body, "stream")
-    rids = _rids(service, body.get("rid"), count)
+    logprob = read_each(body, "return_logprob", count, bool, False)
+    starts = read_each(body, "logprob_start_len", count, int, -1)
+    tops = read_each(body, "top_logprobs_num", count, int, 0)
+    keys = read_each(body, "extra_key", count, str, None)
+    stream = read_flag(body, "stream")
+    rids = read_rids(service, body.get("rid"), count)
     asks: list[Ask] = []
     for i, prompt in enumerate(prompts):
         if not 0 <= tops[i] <= TOP_LOGPROBS_MAX:
@@ -105,7 +106,7 @@ def _parse(service: Service, body: dict[str, Any]) -> _Plan:
                 )
             )
     single = not batched and len(asks) == 1
-    return _Plan(asks, single, _flag(body, "return_text_in_logprobs"), stream)
+    return _Plan(asks, single, read_flag(body, "return_text_in_logprobs"), stream)
 
 
 def _prompts(service: Service, body: dict[str, Any]) -> tuple[list[tuple[int, ...]], bool]:
@@ -148,35 +149,6 @@ def _params(service: Service, raw: Any, count: int) -> list[SamplingParams]:
     ]
 
 
-def _each(body: dict[str, Any], name: str, count: int, kind: type, default: Any) -> list[Any]:
-    value = body.get(name)
-    items = value if isinstance(value, list) else [value] * count
-    if len(items) != count:
-        raise InvalidInput(f"{name} has {len(items)} items for {count} prompts", param=name)
-    found = []
-    for item in items:
-        if item is None:
-            found.append(default)
-        elif isinstance(item, kind) and not (kind is int and isinstance(item, bool)):
-            found.append(item)
-        else:
-            raise InvalidInput(f"{name} must be {kind.__name__}, or a list of it", param=name)
-    return found
-
-
-def _rids(service: Service, raw: Any, count: int) -> list[tuple[str, str]]:
-    """(group, rid) per prompt; one rid for a batch names all of it."""
-    if isinstance(raw, list):
-        if len(raw) != count or len(set(map(str, raw))) != count:
-            raise InvalidInput(f"rid must hold {count} different ids", param="rid")
-        rids = [service.rid(one) for one in raw]
-        return list(zip(rids, rids, strict=True))
-    group = service.rid(raw)
-    if count == 1:
-        return [(group, group)]
-    return [(group, f"{group}-{i}") for i in range(count)]
-
-
 def _logprob_start(start: int, prompt_length: int, *, wanted: bool) -> int | None:
     if not wanted or start == -1:
         return None
@@ -186,12 +158,3 @@ def _logprob_start(start: int, prompt_length: int, *, wanted: bool) -> int | Non
             param="logprob_start_len",
         )
     return start
-
-
-def _flag(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise InvalidInput(f"{name} must be true or false", param=name)
-    return value

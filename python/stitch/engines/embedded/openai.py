@@ -50,24 +50,23 @@ async def _answer(
 ) -> web.StreamResponse:
     asks: list[Ask] = []
     for prompt_index, prompt in enumerate(ask.prompts):
+        group, rid = ask.rids[prompt_index]
         for sample, seed in enumerate(service.seeds(ask.params.seed, ask.params.n)):
-            number = prompt_index * ask.params.n + sample
-            alone = len(ask.prompts) * ask.params.n == 1
             asks.append(
                 Ask(
-                    rid=ask.rid if alone else f"{ask.rid}-{number}",
-                    group=ask.rid,
+                    rid=rid if ask.params.n == 1 else f"{rid}-{sample}",
+                    group=group,
                     prompt=prompt,
                     params=ask.params,
                     seed=seed,
                     stream=ask.stream,
                     return_logprob=ask.logprobs is not None,
                     top_logprobs=ask.logprobs or 0,
-                    extra_key=ask.extra_key,
+                    extra_key=ask.extra_keys[prompt_index],
                 )
             )
     head = {
-        "id": ask.rid if ask.rid_given else f"{shape.prefix}{ask.rid}",
+        "id": ask.rids[0][0] if ask.rid_given else f"{shape.prefix}{ask.rids[0][0]}",
         "created": int(service.env.clock.wall()),
         "model": ask.model or service.model_name,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from stitch.engines.embedded.fields import read_each, read_flag, read_rids
 from stitch.engines.embedded.params import SamplingParams, parse_sampling_params
 from stitch.engines.embedded.service import Service
 from stitch.errors import InvalidInput, Unsupported
@@ -47,25 +48,28 @@ _UNSUPPORTED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class OpenAiAsk:
-    """One request. logprobs: how many alternatives per token, None for no log-probabilities."""
+    """One request. logprobs: how many alternatives per token, None for no log-probabilities.
+
+    rids (group, rid) and extra_keys: one per prompt.
+    """
 
     prompts: list[tuple[int, ...]]
     params: SamplingParams
-    rid: str
+    rids: list[tuple[str, str]]
     rid_given: bool
     model: str | None
     stream: bool
     include_usage: bool
     logprobs: int | None
     echo: bool
-    extra_key: str | None
+    extra_keys: list[str | None]
 
 
 def parse_completion(service: Service, body: dict[str, Any]) -> OpenAiAsk:
     """Parse `/v1/completions`. Raises: InvalidInput or Unsupported naming the field."""
     prompts = _prompts(service, body.get("prompt"))
     logprobs = _count(body, "logprobs")
-    echo = _flag(body, "echo")
+    echo = read_flag(body, "echo")
     if echo and logprobs is not None:
         raise Unsupported("echo with logprobs is not supported; use /generate", param="echo")
     best_of = _count(body, "best_of", high=service.config.samples_max)
@@ -90,9 +94,9 @@ def parse_chat(service: Service, body: dict[str, Any]) -> OpenAiAsk:
     ids = service.codec.render_chat(messages, **options)
     prompt = service.check_prompt(ids, where="messages")
     top = _count(body, "top_logprobs")
-    if top is not None and not _flag(body, "logprobs"):
+    if top is not None and not read_flag(body, "logprobs"):
         raise InvalidInput("top_logprobs needs logprobs: true", param="top_logprobs")
-    logprobs = (top or 0) if _flag(body, "logprobs") else None
+    logprobs = (top or 0) if read_flag(body, "logprobs") else None
     tokens = body.get("max_completion_tokens")
     tokens = body.get("max_tokens") if tokens is None else tokens
     room = service.scheduler.context_tokens_max - len(prompt)
@@ -124,26 +128,25 @@ def _common(
         samples_max=service.config.samples_max,
         where="request",
     )
-    stream = _flag(body, "stream")
+    stream = read_flag(body, "stream")
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise InvalidInput("stream_options must be an object", param="stream_options")
     if options and not stream:
         raise InvalidInput("stream_options needs stream: true", param="stream_options")
-    for name in ("model", "extra_key"):
-        if not isinstance(body.get(name), (str, type(None))):
-            raise InvalidInput(f"{name} must be text", param=name)
+    if not isinstance(body.get("model"), (str, type(None))):
+        raise InvalidInput("model must be text", param="model")
     return OpenAiAsk(
         prompts=prompts,
         params=params,
-        rid=service.rid(body.get("rid")),
+        rids=read_rids(service, body.get("rid"), len(prompts)),
         rid_given=body.get("rid") is not None,
         model=body.get("model"),
         stream=stream,
-        include_usage=_flag(options, "include_usage"),
+        include_usage=read_flag(options, "include_usage"),
         logprobs=logprobs,
         echo=echo,
-        extra_key=body.get("extra_key"),
+        extra_keys=read_each(body, "extra_key", len(prompts), str, None),
     )
 
 
@@ -192,13 +195,4 @@ def _count(body: dict[str, Any], name: str, *, high: int = TOP_LOGPROBS_MAX) -> 
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= high:
         raise InvalidInput(f"{name} must be an integer from 0 to {high}", param=name)
-    return value
-
-
-def _flag(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise InvalidInput(f"{name} must be true or false", param=name)
     return value

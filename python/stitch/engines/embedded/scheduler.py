@@ -71,7 +71,7 @@ class Scheduler(threading.Thread):
         super().__init__(name="stitch-scheduler", daemon=True)
         self.stats = SchedulerStats()
         self.label: Label | None = None
-        self.paused = False
+        self._paused = False
         self.context_tokens_max = context_tokens_max
         self._runner = runner
         self._residency = Residency(runner.pool, prefix_cache=config.prefix_cache)
@@ -142,6 +142,11 @@ class Scheduler(threading.Thread):
         self._inbox.put(self._stop)
 
     @property
+    def paused(self) -> bool:
+        """Whether no pass runs and none starts; not yet while a resume recomputes."""
+        return self._paused and self._recompute is None
+
+    @property
     def running_count(self) -> int:
         """Samples in the batch."""
         return len(self._running)
@@ -171,12 +176,14 @@ class Scheduler(threading.Thread):
     def run(self) -> None:
         """Loop until `stop`."""
         while not self._stopping:
-            idle = self._recompute is None and (self.paused or not (self._running or self._waiting))
+            idle = self._recompute is None and (
+                self._paused or not (self._running or self._waiting)
+            )
             self._take_commands(block=idle)
             try:
                 if self._recompute is not None:
                     self._recompute_step()
-                elif not self.paused and (self._running or self._waiting):
+                elif not self._paused and (self._running or self._waiting):
                     self._step()
             except Exception:
                 log.exception("forward_failed", extra={"running": len(self._running)})
@@ -197,7 +204,8 @@ class Scheduler(threading.Thread):
 
     def pause(self, mode: ActivationMode) -> int:
         """No pass starts until `resume`. Returns the number of samples in flight. Idempotent."""
-        if mode is ActivationMode.QUIESCE and (self._running or self._waiting):
+        arrived = self._waiting and not self._paused  # what arrives during a pause is held
+        if mode is ActivationMode.QUIESCE and (self._running or arrived):
             raise ActivationFailed(
                 f"{len(self._running) + len(self._waiting)} requests are in flight; "
                 "drain before a quiesce pause"
@@ -207,8 +215,8 @@ class Scheduler(threading.Thread):
             self._recompute = None
             for future in futures:
                 future.set_exception(Closed("paused again while recomputing"))
-        if not self.paused:
-            self.paused = True
+        if not self._paused:
+            self._paused = True
             self.stats.pauses += 1
         return len(self._running) + len(self._waiting)
 
@@ -256,15 +264,15 @@ class Scheduler(threading.Thread):
             future = Future()
         if self._recompute is not None:
             self._recompute[1].append(future)
-        elif not self.paused:
+        elif not self._paused:
             future.set_result(0.0)
-        elif recompute and any(g.stale for g in self._running):
-            for generation in self._running:
-                if generation.stale:
-                    self._residency.drop(generation)
+        elif recompute and any(g.output and (g.stale or g.pending > 1) for g in self._running):
+            for sample in self._running:
+                if sample.stale:
+                    self._residency.drop(sample)
             self._recompute = (self._clock.monotonic(), [future])
         else:
-            self.paused = False
+            self._paused = False
             future.set_result(0.0)
 
     def _recompute_step(self) -> None:
@@ -283,7 +291,7 @@ class Scheduler(threading.Thread):
             return
         started, futures = self._recompute
         self._recompute = None
-        self.paused = False
+        self._paused = False
         for future in futures:
             future.set_result(self._clock.monotonic() - started)
 

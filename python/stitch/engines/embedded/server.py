@@ -96,7 +96,8 @@ async def server_info(service: Service, request: web.Request) -> web.Response:
 
 async def metrics(service: Service, request: web.Request) -> web.Response:
     """`GET /metrics`."""
-    return web.Response(text=render_metrics(service), content_type="text/plain")
+    headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+    return web.Response(body=render_metrics(service).encode(), headers=headers)
 
 
 _HANDLERS: Final[tuple[tuple[str, str, Handler], ...]] = (
