@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stitch.checksum import additive_lanes, lane_bytes_for
 from stitch.engines.embedded import EngineProcess
 from stitch.env import Env
 from stitch.errors import ActivationFailed, EngineUnavailable
@@ -295,6 +296,46 @@ async def test_a_commit_that_breaks_half_way_can_be_undone(live: Any, tmp_path: 
     assert (await live.order("commit")).code == "refused"
     await live.must("undo")
     assert (await live.must("verify", scope="full")).data["checksums"] == expected
+
+
+async def test_weights_of_nans_fail_loudly_and_leave_no_trace(live: Any, tmp_path: Path) -> None:
+    before = await live.generate("finite", max_new_tokens=30, **GREEDY)
+    names = ["model.norm.weight", "model.layers.0.self_attn.v_proj.weight"]
+    old = live.slices(1, names)
+    broken = []
+    for i, part in enumerate(old):
+        data = b"\xc0\x7f" * (part.nbytes // 2)  # quiet NaNs in bfloat16
+        path = tmp_path / f"{i}.bin"
+        path.write_bytes(data)
+        lane = lane_bytes_for(part.shape, 16)
+        text = additive_lanes(data, lane_bytes=lane).to_text()
+        broken.append(replace(part, path=str(path), offset=0, checksum=text))
+    live.attempt += 1
+    await live.must("stage", tensors=tuple(broken), undo_tensors=old)
+    await live.engine.pause(ActivationMode.QUIESCE)
+    await live.must("commit")
+    sums = (await live.must("verify")).data["checksums"]
+    assert sums == {t.name: t.checksum for t in broken}, "NaN bits arrive as they are"
+    await live.engine.resume(recompute=False)
+    # 16 samples: one padding-free pass as well as padded ones.
+    bodies = [{"text": "x" * n, "sampling_params": {"max_new_tokens": 3}} for n in range(1, 17)]
+    answers = await asyncio.gather(*(live.post("/generate", body) for body in bodies))
+    assert {status for status, _ in answers} == {503}
+    assert all("not finite" in answer["error"]["message"] for _, answer in answers)
+    last: Any = None
+    async for event in live.events("/generate", {"text": "x"}):
+        last = event
+    assert "not finite" in last["error"]["message"], "an error event and no terminator"
+    await live.engine.pause(ActivationMode.QUIESCE)
+    await live.must("undo")
+    await live.label(1)
+    await live.engine.resume(recompute=False)
+    sixteen = [
+        live.generate("finite", max_new_tokens=30, **GREEDY, extra={"extra_key": str(i)})
+        for i in range(16)
+    ]
+    for answer in await asyncio.gather(*sixteen):
+        assert _triples(answer) == _triples(before)
 
 
 async def test_a_partial_stage_changes_those_tensors_alone(live: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from stitch.engines.base import Health
@@ -54,6 +56,32 @@ async def test_a_passed_deadline_leaves_no_process(models: dict[int, Path], tmp_
         ["ps", "-eo", "args"], capture_output=True, text=True, check=True
     ).stdout
     assert str(tmp_path) not in listing
+
+
+async def test_an_end_in_mid_stream_is_said_in_the_stream(
+    models: dict[int, Path], tmp_path: Path
+) -> None:
+    started = await EngineProcess.spawn(models[1], work_dir=tmp_path, env=Env())
+    params = {"max_new_tokens": 1900, "ignore_eos": True}
+    body = {"text": "to be cut", "sampling_params": params}
+    events: list[str] = []
+    async with aiohttp.ClientSession(started.base_url) as http:
+
+        async def plain() -> int:
+            async with http.post("/generate", json=body) as response:
+                return response.status
+
+        whole = asyncio.create_task(plain())
+        async with http.post("/generate", json={**body, "stream": True}) as response:
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    events.append(line[6:].decode().strip())
+                    if len(events) == 1:
+                        started.signal(signal.SIGTERM)
+        assert await whole == 503
+    assert json.loads(events[-1])["error"]["type"] == "EngineUnavailable"
+    assert "[DONE]" not in events
+    assert await started.terminate() == 0
 
 
 async def test_the_engine_dies_with_its_parent(models: dict[int, Path], tmp_path: Path) -> None:

@@ -13,11 +13,14 @@ from typing import Final
 
 import torch
 
-__all__ = ["PAGE_TOKENS", "SCRATCH_PAGE", "PagePool", "PrefixCache", "chain_keys"]
+__all__ = ["EMPTY_PAGE", "PAGE_TOKENS", "SCRATCH_PAGE", "PagePool", "PrefixCache", "chain_keys"]
 
 PAGE_TOKENS: Final = 16
-# Padding rows of a forward pass write here; no request ever owns it.
+# Padding rows of a forward pass write here; nothing reads it.
 SCRATCH_PAGE: Final = 0
+# Stands for pages that a short request does not have; read under a mask, never written.
+EMPTY_PAGE: Final = 1
+_RESERVED: Final = 2
 
 
 class PagePool:
@@ -27,13 +30,13 @@ class PagePool:
     """
 
     def __init__(self, *, pages: int, layers: int, kv_heads: int, head_dim: int) -> None:
-        shape = (layers, kv_heads, pages + 1, PAGE_TOKENS, head_dim)
+        shape = (layers, kv_heads, pages + _RESERVED, PAGE_TOKENS, head_dim)
         # Zeros, not garbage: a masked position contributes 0 * value, which must not be NaN.
         self.keys = torch.zeros(shape, dtype=torch.float32)
         self.values = torch.zeros(shape, dtype=torch.float32)
         self.page_count = pages
-        self._free = list(range(pages, 0, -1))
-        self._references = [0] * (pages + 1)
+        self._free = list(range(pages + _RESERVED - 1, _RESERVED - 1, -1))
+        self._references = [0] * (pages + _RESERVED)
 
     @property
     def free_count(self) -> int:

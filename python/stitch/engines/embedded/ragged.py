@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from stitch.engines.embedded.kv import PAGE_TOKENS, SCRATCH_PAGE, PagePool
+from stitch.engines.embedded.kv import EMPTY_PAGE, PAGE_TOKENS, SCRATCH_PAGE, PagePool
 
 __all__ = [
     "ATTENTION_NAME",
@@ -130,7 +130,7 @@ def _block_pages(
     table: list[int] = []
     for _, _, _, pages in tiles:
         held = list(pages[first : first + _BLOCK_PAGES])
-        table += held + [SCRATCH_PAGE] * (_BLOCK_PAGES - len(held))
+        table += held + [EMPTY_PAGE] * (_BLOCK_PAGES - len(held))
     return torch.tensor(table)
 
 
