@@ -1,6 +1,7 @@
 #include "core/frame.hpp"
 
 #include <zstd.h>
+#include <zstd_errors.h>
 
 #include <algorithm>
 #include <cstring>
@@ -20,7 +21,20 @@ Status corrupt_frame(const char* what) {
   return Status::corrupt(std::string("zstd frame: ") + what);
 }
 
-Status zstd_status(std::size_t code) { return corrupt_frame(ZSTD_getErrorName(code)); }
+// A host without memory says nothing of the bytes: it must not condemn a publication.
+bool is_out_of_memory(std::size_t code) {
+  return ZSTD_getErrorCode(code) == ZSTD_error_memory_allocation;
+}
+
+Status decoder_status(std::size_t code) {
+  return is_out_of_memory(code) ? Status::out_of_memory("no memory for a zstd decoder's window")
+                                : corrupt_frame(ZSTD_getErrorName(code));
+}
+
+Status encoder_status(std::size_t code) {
+  return is_out_of_memory(code) ? Status::out_of_memory("no memory for a zstd encoder")
+                                : Status::internal(std::string("zstd: ") + ZSTD_getErrorName(code));
+}
 
 // A block is at least 4 bytes and gives at most 128 KiB: a frame can't hold more than this.
 std::uint64_t expansion_max(std::size_t blob_size) {
@@ -112,7 +126,7 @@ Result<std::size_t> FrameReader::read(std::span<std::uint8_t> out) {
     const std::size_t hint = ZSTD_decompressStream(context_.get(), &target, &source);
     position_ = source.pos;
     if (ZSTD_isError(hint) != 0) {
-      return zstd_status(hint);
+      return decoder_status(hint);
     }
     ended_ = hint == 0;
     if (!ended_ && source.pos == in_before && target.pos == out_before) {
@@ -220,7 +234,7 @@ Status FrameWriter::open(int level, std::uint64_t content_size) {
         ZSTD_CCtx_setParameter(context_.get(), ZSTD_c_dictIDFlag, 0),
         ZSTD_CCtx_setPledgedSrcSize(context_.get(), content_size)}) {
     if (ZSTD_isError(code) != 0) {
-      return Status::internal(std::string("zstd: ") + ZSTD_getErrorName(code));
+      return encoder_status(code);
     }
   }
   output_ = ByteBuffer();
@@ -242,7 +256,7 @@ Status FrameWriter::write(std::span<const std::uint8_t> data, bool last) {
         ZSTD_compressStream2(context_.get(), &target, &source, last ? ZSTD_e_end : ZSTD_e_continue);
     output_.set_size(target.pos);
     if (ZSTD_isError(left) != 0) {
-      return Status::internal(std::string("zstd: ") + ZSTD_getErrorName(left));
+      return encoder_status(left);
     }
     if (last ? left == 0 : source.pos == source.size) {
       return {};

@@ -358,6 +358,40 @@ def test_a_real_file_size_limit(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+NO_MEMORY = """
+import resource, sys
+from pathlib import Path
+from stitch.cli import main
+from stitch.format.materialize import materialize
+
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+limit = pages * resource.getpagesize() + (256 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_tensor_that_finds_no_memory_is_not_the_publications_fault(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    size = 1 << 30
+    header = f'{{"a":{{"dtype":"U8","shape":[{size}],"data_offsets":[0,{size}]}}}}'.encode()
+    with (tmp_path / "base" / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    options = arguments(tmp_path / "out", base=tmp_path / "base", version=0, threads=1)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY, *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.endswith("retry: no\n")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 BOMBS = """
 import contextlib, io, resource, shutil, sys
 sys.path.append({support!r})

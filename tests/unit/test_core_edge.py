@@ -168,3 +168,33 @@ def test_signatures_carry_the_documented_names() -> None:
     assert _core.zstd_decompress(blob=_core.zstd_compress(data=b"x", level=1), size_max=1) == b"x"
     assert _core.copy_digest(source=b"x", out=None, digest="none", lane_bytes=0) == (None, None)
     assert inspect.isbuiltin(_core.xor_apply)
+
+
+NO_MEMORY = """
+import resource
+from pathlib import Path
+import zstandard
+from stitch import _core
+
+wide = zstandard.ZstdCompressionParameters.from_level(1, window_log=27, write_content_size=False)
+stream = zstandard.ZstdCompressor(compression_params=wide).compressobj()
+data = bytes(1 << 20)
+blob = stream.compress(data) + stream.flush()
+out = bytearray(data)
+_core.xor_apply(blob, data, out, "adler32", 0)
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+limit = pages * resource.getpagesize() + (32 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    _core.xor_apply(blob, data, out, "adler32", 0)
+except MemoryError as error:
+    print(error)
+"""
+
+
+def test_a_window_that_finds_no_memory_is_not_corrupt_data() -> None:
+    """A frame may ask for a window of 128 MiB; that a host lacks it says nothing of the bytes."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "no memory for a zstd decoder" in done.stdout, done.stderr

@@ -51,8 +51,8 @@ def materialize(
         directories. run_id: the run that Stitch's own publications must be of. on_progress:
         called with bytes done and in total.
     Raises: CorruptData, Unsupported: a publication is at fault. NotVisibleYet: one is missing
-        and may still appear. InvalidInput: a bad base, or `out` exists. Unavailable: the disk is
-        full or a file cannot be read or written; `out` and everything else are as before.
+        and may still appear. InvalidInput: a bad base, or `out` exists. Unavailable: the disk or
+        memory is full, or a file cannot be read or written; everything else is as before.
     """
     if not base_version <= version <= VERSION_MAX:
         raise InvalidInput(
@@ -67,6 +67,8 @@ def materialize(
     except OSError as error:
         what = error.filename if error.filename else f"cannot write {out}"
         raise Unavailable(f"{what}: {error.strerror or error}", errno=error.errno) from error
+    except MemoryError as error:
+        raise Unavailable(f"cannot rebuild in the memory there is: {error}") from error
 
 
 def open_base(base: Path) -> Checkpoint:
