@@ -79,7 +79,10 @@ class FileHandle(Protocol):
 class Files(Protocol):
     """The file system. Raises OSError as the operating system does."""
 
-    def read(self, path: Path) -> bytes: ...
+    def read(self, path: Path) -> bytes:
+        """All bytes of a regular file; anything else under the name is OSError, and no wait."""
+        ...
+
     def read_into(self, path: Path, offset: int, buffer: memoryview) -> int: ...
     def size(self, path: Path) -> int | None:
         """Bytes of a regular file, None if absent or not regular."""
@@ -188,14 +191,38 @@ class _OsHandle:
         os.close(self._descriptor)
 
 
+def _open_regular(path: Path) -> int:
+    # O_NONBLOCK: a FIFO under the name must not hang the reader.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def _stat_or_none(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a loop of links leads to no file
+            return None
+        raise
+
+
 class OsFiles:
     """The operating system's files."""
 
     def read(self, path: Path) -> bytes:
-        return path.read_bytes()
+        with open(_open_regular(path), "rb") as file:
+            return file.read()
 
     def read_into(self, path: Path, offset: int, buffer: memoryview) -> int:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = _open_regular(path)
         try:
             done = 0
             while done < len(buffer):
@@ -208,11 +235,8 @@ class OsFiles:
             os.close(descriptor)
 
     def size(self, path: Path) -> int | None:
-        try:
-            found = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return found.st_size if path.is_file() else None
+        found = _stat_or_none(path)
+        return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
 
     def create(self, path: Path) -> FileHandle:
         return _OsHandle(path)
@@ -283,16 +307,14 @@ class OsFiles:
         return lambda: os.close(descriptor)
 
     def fingerprint(self, path: Path) -> str | None:
-        try:
-            found = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        if not stat.S_ISREG(found.st_mode):
+        found = _stat_or_none(path)
+        if found is None or not stat.S_ISREG(found.st_mode):
             return None
         return f"{found.st_dev:x}-{found.st_ino:x}-{found.st_size:x}-{found.st_mtime_ns:x}"
 
     def resolve(self, path: Path) -> Path:
-        return path.resolve()
+        # Path.resolve raises RuntimeError for a loop of links before Python 3.13.
+        return Path(os.path.realpath(path))
 
 
 class ThreadOffload:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -145,10 +147,54 @@ def test_a_foreign_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert call(capsys, "verify", tmp_path / "s")[0] == 1
 
 
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("harm", [fifo, link_loop])
+def test_irregular_files_are_named_without_waiting(
+    harm: Callable[[Path], object], store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    version = version_dir(store / "updates", 2)
+    harm(version / "model.safetensors.index.json")
+    code, text = call(capsys, "verify", store)
+    assert code == 1
+    assert "weight_v000002" in text
+    data = min(version_dir(store / "updates", 3).glob("*.safetensors"))
+    harm(data)
+    code, text = call(capsys, "verify", store)
+    assert code == 1
+    assert "weight_v000003" in text
+    assert call(capsys, "show", store)[0] == 0
+    harm(store / "latest")
+    assert main(["store", "show", str(store)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_folder_that_is_no_run_is_a_problem_of_its_own(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (store / "runs" / "no run").mkdir()
+    (store / "runs" / "no run" / "run.json").write_text("{}")
+    code, text = call(capsys, "show", store)
+    assert code == 0
+    assert "! runs/no run" in text
+    assert "run run-s:" in text
+    assert call(capsys, "verify", store)[0] == 1
+
+
 def test_usage(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["store", "show", str(tmp_path / "nowhere")]) == 2
     assert main(["store", "show", "s3://bucket"]) == 2
     assert main(["store", "show", str(store), "--run-id", "other"]) == 2
+    with pytest.raises(SystemExit):
+        main(["store", "verify", str(store), "--threads", "0"])
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3
-    assert all(line.startswith("stitch store: ") for line in errors)
+    assert len(errors) == 4
+    assert all(line.startswith(("stitch store: ", "stitch store verify: ")) for line in errors)

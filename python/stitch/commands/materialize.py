@@ -25,7 +25,7 @@ from stitch.types import VERSION_MAX, Ref, version_name
 if TYPE_CHECKING:
     from stitch.cli import CommandParser
 
-__all__ = ["configure", "run"]
+__all__ = ["configure", "run", "thread_count"]
 
 
 def configure(parser: CommandParser) -> None:
@@ -45,7 +45,7 @@ def configure(parser: CommandParser) -> None:
         "--run-id", type=_run_id, help="the run that Stitch's own publications must be of"
     )
     parser.add_argument(
-        "--threads", type=_threads, default=min(8, os.cpu_count() or 1), help="worker threads"
+        "--threads", type=thread_count, default=min(8, os.cpu_count() or 1), help="worker threads"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--quiet", action="store_true", help="print nothing on success")
@@ -108,7 +108,8 @@ def _run_id(text: str) -> str:
         raise argparse.ArgumentTypeError(error.message) from error
 
 
-def _threads(text: str) -> int:
+def thread_count(text: str) -> int:
+    """The value of `--threads`. Raises: ArgumentTypeError."""
     if not text.isascii() or not text.isdigit() or not 1 <= int(text[:4]) <= 256:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of threads, 1 to 256")
     return int(text)

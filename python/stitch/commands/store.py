@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from stitch.commands.materialize import thread_count
 from stitch.commands.output import print_result
 from stitch.commands.store_survey import Problem, RunSurvey, StoreSurvey, survey, verify_run
 from stitch.env import Env
@@ -40,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     verify.add_argument(
         "--base", type=Path, help="the checkpoint that counts as the run's boot version"
     )
-    verify.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1))
+    verify.add_argument("--threads", type=thread_count, default=min(8, os.cpu_count() or 1))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stitch.env import Env
-from stitch.errors import CorruptData, NotVisibleYet, StitchError, Unsupported
+from stitch.errors import CorruptData, InvalidInput, NotVisibleYet, StitchError, Unsupported
 from stitch.format.checkpoint import LONE_FILE_NAME, Checkpoint
 from stitch.format.publication import PublicationReader
 from stitch.format.rebuild import rebuild
@@ -97,9 +97,10 @@ async def survey(store: Store, env: Env) -> StoreSurvey:
         found.problems.append(Problem.of("latest", error))
     for run_id in await _run_ids(store, found.pointer):
         try:
+            Ref(run_id, 0)
             known = await load_run(store, run_id)
             record = known if known is not None else await record_of(store, run_id)
-        except (CorruptData, Unsupported) as error:
+        except (CorruptData, InvalidInput, Unsupported) as error:
             found.problems.append(Problem.of(f"runs/{run_id}", error))
             continue
         run = RunSurvey(run_id, record, known is None)
@@ -127,7 +128,7 @@ async def _run_ids(store: Store, pointer: Ref | None) -> list[str]:
 async def _record_or_none(store: Store, run_id: str) -> RunRecord | None:
     try:
         return await load_run(store, run_id)
-    except (CorruptData, Unsupported):
+    except (CorruptData, InvalidInput, Unsupported):
         return None
 
 
@@ -158,7 +159,7 @@ async def _describe(store: Store, run: RunSurvey, version: int) -> None:
         else:
             infos = [await store.stat(f"{prefix}/{name}") for name in names]
             sizes = [info.size for info in infos if info is not None]
-    except (CorruptData, NotVisibleYet, Unsupported) as error:
+    except (CorruptData, InvalidInput, NotVisibleYet, Unsupported) as error:
         run.problems.append(Problem.of(version_name(version), error))
         return
     rollback = manifest.rollback_of if manifest is not None else None
@@ -203,7 +204,7 @@ async def verify_run(
         try:
             path = await fetch_version(store, run.record, described.version, cache, env)
             good.append((described.version, path))
-        except (CorruptData, NotVisibleYet, Unsupported) as error:
+        except (CorruptData, InvalidInput, NotVisibleYet, Unsupported) as error:
             problems.append(Problem.of(version_name(described.version), error))
     problems += _gaps(run)
     if deep and not problems:
