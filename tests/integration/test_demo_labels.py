@@ -41,7 +41,10 @@ def sample(model: torch.nn.Module, version: int, rng: random.Random) -> list[Tra
             [[rng.randrange(len(task.VOCABULARY)) for _ in range(TOKENS)] for _ in range(SAMPLES)]
         )
         with torch.inference_mode():
-            scores, _ = output_logprobs(model, torch.tensor([prompt] * SAMPLES), answers)  # type: ignore[arg-type]
+            # Unshared, uncached: an oracle for the shared-prompt pass of the check.
+            ids = torch.cat([torch.tensor([prompt] * SAMPLES), answers[:, :-1]], dim=1)
+            every = model(input_ids=ids, use_cache=False, logits_to_keep=TOKENS).logits
+            scores = every.log_softmax(-1).gather(2, answers.unsqueeze(-1)).squeeze(-1)
         for answer, score in zip(answers.tolist(), scores.tolist(), strict=True):
             found.append(
                 Trajectory(
@@ -122,9 +125,7 @@ def test_a_trajectory_over_two_versions_passes(history: History, tmp_path: Path)
 
         load_tensors(model, load_file(report_dir / "model.safetensors"))
         with torch.inference_mode():
-            row, _ = output_logprobs(
-                model, torch.tensor([old.prompt_ids]), torch.tensor([old.output_ids])
-            )
+            row, _ = output_logprobs(model, [old])
         scores.append(row[0].tolist())
     mixed = replace(
         old,

@@ -210,11 +210,7 @@ class _Scorer:
 
     def _score(self, part: Sequence[Trajectory]) -> torch.Tensor:
         with torch.inference_mode():
-            found, _ = output_logprobs(
-                self._model,
-                torch.tensor([t.prompt_ids for t in part]),
-                torch.tensor([t.output_ids for t in part]),
-            )
+            found, _ = output_logprobs(self._model, part)
             return (found - torch.tensor([t.logprobs for t in part])).abs()
 
     def close(self) -> None:

@@ -29,7 +29,8 @@ _PART: Final = 64
 class LearnerConfig:
     """Settings of the learner.
 
-    lr: AdamW's step size. ratio_min, ratio_max: clip of the per-token importance ratio.
+    lr: AdamW's step size. ratio_min, ratio_max: clip of the per-token importance ratio;
+    ratio_bound: its bound for tokens with a negative advantage (dual clip).
     entropy: weight of the entropy bonus; it also keeps late versions apart in log-probability.
     spread_min: added to a group's reward deviation. norm_max: gradient norm clip.
     """
@@ -37,6 +38,7 @@ class LearnerConfig:
     lr: float = 1e-3
     ratio_min: float = 0.8
     ratio_max: float = 1.25
+    ratio_bound: float = 3.0
     entropy: float = 0.02
     spread_min: float = 0.1
     norm_max: float = 1.0
@@ -99,13 +101,16 @@ class Learner:
         Returns: the part's share of entropy and clipped fraction, and its greatest ratio.
         """
         config = self._config
-        prompts = torch.tensor([t.prompt_ids for t in part])
-        outputs = torch.tensor([t.output_ids for t in part])
         behaviour = torch.tensor([t.logprobs for t in part])
-        chosen, every = output_logprobs(self._model, prompts, outputs)
+        chosen, every = output_logprobs(self._model, part)
         ratio = (chosen - behaviour).exp()
         clipped = ratio.clamp(config.ratio_min, config.ratio_max)
-        gain = torch.minimum(ratio * advantages, clipped * advantages).sum() / tokens
+        gain = torch.minimum(ratio * advantages, clipped * advantages)
+        # The minimum does not bound a bad token that has become far more likely since.
+        gain = torch.maximum(gain, advantages.clamp(max=0.0) * config.ratio_bound).where(
+            advantages < 0, gain
+        )
+        gain = gain.sum() / tokens
         entropy = -(every.exp() * every).sum() / tokens
         loss = -gain - config.entropy * entropy
         loss.backward()

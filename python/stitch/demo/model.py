@@ -7,15 +7,16 @@ fp32 on the exact widening, so log-probabilities agree to rounding noise.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from stitch.demo import task
+from stitch.rl.trajectory import Trajectory
 
 __all__ = ["load_model", "load_tensors", "make_checkpoint", "output_logprobs"]
 
@@ -57,17 +58,26 @@ def load_tensors(model: LlamaForCausalLM, tensors: Mapping[str, torch.Tensor]) -
 
 
 def output_logprobs(
-    model: LlamaForCausalLM, prompts: torch.Tensor, outputs: torch.Tensor
+    model: LlamaForCausalLM, batch: Sequence[Trajectory]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of `outputs` after `prompts`, and each position's whole distribution.
+    """Log-probabilities of each trajectory's output, and each position's whole distribution.
 
-    Args: ids `(batch, prompt)` and `(batch, output)`, int64.
-    Returns: `(batch, output)` and `(batch, output, vocabulary)`, fp32, in log space.
+    Prompts that trajectories share are computed once, which about halves the work. All prompts
+    must be of one length, and all outputs. Differentiable.
+
+    Returns: `(batch, output)` and `(batch, output, vocabulary)`, fp32, in nats.
     """
-    count = outputs.shape[1]
-    ids = torch.cat([prompts, outputs[:, :-1]], dim=1)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=count).logits
-    every = logits.float().log_softmax(dim=-1)
+    distinct: dict[tuple[int, ...], int] = {}
+    rows = [distinct.setdefault(t.prompt_ids, len(distinct)) for t in batch]
+    prompts, outputs = torch.tensor([*distinct]), torch.tensor([t.output_ids for t in batch])
+    index = torch.tensor(rows)
+    cache = DynamicCache(config=model.config)
+    first = model(
+        input_ids=prompts, past_key_values=cache, use_cache=True, logits_to_keep=1
+    ).logits.index_select(0, index)
+    cache.batch_select_indices(index)
+    rest = model(input_ids=outputs[:, :-1], past_key_values=cache, use_cache=True).logits
+    every = torch.cat([first, rest], dim=1).float().log_softmax(dim=-1)
     return every.gather(2, outputs.unsqueeze(-1)).squeeze(-1), every
 
 
