@@ -193,8 +193,9 @@ def test_usage(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["store", "show", str(tmp_path / "nowhere")]) == 2
     assert main(["store", "show", "s3://bucket"]) == 2
     assert main(["store", "show", str(store), "--run-id", "other"]) == 2
+    assert main(["store", "verify", str(store), "--deep", "--base", "x" * 300]) == 2
     with pytest.raises(SystemExit):
         main(["store", "verify", str(store), "--threads", "0"])
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 4
+    assert len(errors) == 5
     assert all(line.startswith(("stitch store: ", "stitch store verify: ")) for line in errors)

@@ -19,7 +19,7 @@ from stitch.commands.materialize import thread_count
 from stitch.commands.output import print_result
 from stitch.commands.store_survey import Problem, RunSurvey, StoreSurvey, survey, verify_run
 from stitch.env import Env
-from stitch.errors import InvalidInput
+from stitch.errors import InvalidInput, Unavailable
 from stitch.stores import Store, open_store
 from stitch.types import version_name
 
@@ -46,7 +46,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do it. Returns the exit code."""
-    return asyncio.run(_run(options))
+    try:
+        return asyncio.run(_run(options))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise Unavailable(f"{where}{error.strerror or error}", errno=error.errno) from error
 
 
 async def _run(options: argparse.Namespace) -> int:
