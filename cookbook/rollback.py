@@ -34,16 +34,15 @@ def main() -> None:
             for name, tensor in checkpoint.tensors.items():
                 data = np.array(checkpoint.view(name))
                 data.view(np.uint16)[::3] ^= 0x40  # a step that ruins the policy
-                spoilt[name] = RawTensor(name, tensor.dtype, tensor.shape, data)
+                spoilt[name] = RawTensor(name, tensor.dtype, tensor.shape, memoryview(data))
             publisher.publish(spoilt).wait()
             worse = client.generate("once upon", constraint=stitch.at_least(1), sampling=GREEDY)
             back = publisher.rollback(0).wait()
             again = client.generate(
                 "once upon", constraint=stitch.exactly(back.ref.version), sampling=GREEDY
             )
-            print(
-                f"version 0 and {again.version_start} agree: {before.output_ids == again.output_ids}"
-            )
+            same = before.output_ids == again.output_ids
+            print(f"version 0 and {again.version_start} agree: {same}")
             print(f"version 1 differs: {before.output_ids != worse.output_ids}")
 
 
