@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from stitch.cli import main
 from stitch.env import Buffer, Env, FileHandle, OsFiles
 from stitch.errors import Unavailable
 from stitch.format.atomic_directory import remove_left_overs
+from stitch.format.checkpoint import Checkpoint
+from stitch.format.checkpoint_writer import CheckpointWriter
 from stitch.format.materialize import materialize
 
 SLIME = Path(__file__).resolve().parents[1] / "data" / "slime"
@@ -390,6 +393,29 @@ def test_a_tensor_that_finds_no_memory_is_not_the_publications_fault(tmp_path: P
     assert done.stderr.endswith("retry: no\n")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_host_without_threads_is_not_the_publications_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert run(tmp_path / "out") == 2
+    assert capsys.readouterr().err.endswith("retry: no\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_side_file_that_is_replaced_meanwhile(tmp_path: Path) -> None:
+    """Only the user's own base can change so: the publication is not at fault."""
+    shutil.copytree(SLIME / "base", tmp_path / "base")
+    with Checkpoint.open(tmp_path / "base") as base:
+        (tmp_path / "base" / "config.json").unlink()
+        os.mkfifo(tmp_path / "base" / "config.json")
+        writer = CheckpointWriter(OsFiles(), tmp_path, base)
+        with pytest.raises(Unavailable, match="changed"):
+            writer.copy(base.side_files[0])
 
 
 BOMBS = """

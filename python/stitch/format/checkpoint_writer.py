@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from stitch.env import FileHandle, Files
+from stitch.errors import CorruptData, Unavailable
 from stitch.format.checkpoint import Checkpoint
 from stitch.format.mapping import MappedFile
 from stitch.format.rebuild import RebuiltTensor
@@ -68,8 +69,14 @@ class CheckpointWriter:
         self._write_file(INDEX_NAME, json.dumps(index, indent=2).encode("ascii"))
 
     def copy(self, path: Path) -> None:
-        """Copy one side file; a link is followed, so the copy stands alone."""
-        source = MappedFile(path)
+        """Copy one side file; a link is followed, so the copy stands alone.
+
+        Raises: Unavailable if it is no longer the file that was listed; OSError.
+        """
+        try:
+            source = MappedFile(path)
+        except CorruptData as error:
+            raise Unavailable(f"{path}: it changed while it was in use") from error
         handle = self._files.create(self._directory / path.name)
         try:
             for at in range(0, source.size, _COPY_CHUNK):

@@ -69,6 +69,10 @@ def materialize(
         raise Unavailable(f"{what}: {error.strerror or error}", errno=error.errno) from error
     except MemoryError as error:
         raise Unavailable(f"cannot rebuild in the memory there is: {error}") from error
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        raise Unavailable(f"{error}: use fewer threads or allow more processes") from error
 
 
 def open_base(base: Path) -> Checkpoint:
