@@ -71,6 +71,9 @@ class Connection(asyncio.Protocol):
         self._phase = _IDLE
         self._deadline = _NEVER
         self._stalled_at = _NEVER
+        self._stalled_bytes = 0
+        self._running_bytes = 0
+        self._head_read = 0
         self._body_end = _NEVER
         self._lingering = 0
         self._paused = False
@@ -98,6 +101,8 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._stalled_at = self._host.now
+        if self._transport is not None:
+            self._stalled_bytes = self._transport.get_write_buffer_size()
         if self._response is not None:
             self._response.hold()
 
@@ -105,12 +110,14 @@ class Connection(asyncio.Protocol):
         self._stalled_at = _NEVER
         if self._response is not None:
             self._response.unhold()
+        elif self._queue:
+            self._start_queued()
 
     def data_received(self, data: bytes) -> None:
         if self._failure is not None:
             self._linger(len(data))
             return
-        size = len(data)
+        size, before = len(data), self._body_bytes
         in_head = self._phase == _HEAD
         while data:
             try:
@@ -119,6 +126,9 @@ class Connection(asyncio.Protocol):
             except httptools.HttpParserUpgrade as upgrade:
                 # No protocol is offered to switch to: the request stands as plain HTTP/1.1.
                 data = data[upgrade.args[0] :]
+                if self._phase == _HEAD:
+                    # The parser took its body for the other protocol: read it again without.
+                    data = self._plain_head() + data
                 self._parser = httptools.HttpRequestParser(self)
                 self._reset()
             except httptools.HttpParserError as error:
@@ -132,6 +142,11 @@ class Connection(asyncio.Protocol):
             if self._head_read > self._limits.head_bytes_max:
                 self._fail(self._head_too_large())
         elif self._phase == _BODY:
+            # Trailers and chunk extensions: what is read without bringing any of the body.
+            self._head_read = self._head_read + size if self._body_bytes == before else 0
+            if self._head_read > self._limits.head_bytes_max:
+                self._fail(self._head_too_large())
+                return
             idle_end = self._host.now + self._limits.body_idle_timeout_s
             self._deadline = min(idle_end, self._body_end)
 
@@ -173,7 +188,7 @@ class Connection(asyncio.Protocol):
         self._headers[lower] = value if known in (None, value) else b"%b, %b" % (known, value)
 
     def on_headers_complete(self) -> None:
-        if self._failure is not None:
+        if self._failure is not None or self._body_hidden():
             return
         self._phase = _BODY
         now = self._host.now
@@ -204,14 +219,14 @@ class Connection(asyncio.Protocol):
             self._body.append(body)
 
     def on_message_complete(self) -> None:
-        if self._failure is not None:
+        if self._failure is not None or self._body_hidden():
             return
         self._phase = _IDLE
         self._deadline = _NEVER
         request = self._take_request()
         if request is None:
             return
-        if self._response is None:
+        if self._response is None and self._stalled_at == _NEVER:
             self._start(request)
             return
         self._queue.append(request)
@@ -230,6 +245,32 @@ class Connection(asyncio.Protocol):
         self._head_count = 0
         self._expecting = False
         self._head_read = 0
+
+    def _body_hidden(self) -> bool:
+        """Whether the parser skips this request's body because it asks for an upgrade."""
+        return (
+            self._parser.should_upgrade()
+            and self._parser.get_method() != b"CONNECT"
+            and (
+                self._headers.get(b"content-length", b"0") != b"0"
+                or b"transfer-encoding" in self._headers
+            )
+        )
+
+    def _plain_head(self) -> bytes:
+        """This request's head once more, without its Upgrade header."""
+        noted = [
+            b"%b: %b\r\n" % (name, value)
+            for name, value in self._headers.items()
+            if not NOTED[name] and name != b"upgrade"
+        ]
+        return b"%b %b HTTP/%b\r\n%b%b\r\n" % (
+            self._parser.get_method(),
+            self._target,
+            self._parser.get_http_version().encode("latin-1"),
+            b"".join(noted),
+            b"".join(self._lines),
+        )
 
     def _take_request(self) -> Request | None:
         method = self._parser.get_method().decode("latin-1")
@@ -264,7 +305,13 @@ class Connection(asyncio.Protocol):
         self._response = response = Response(self._transport, request, close=close)
         if self._stalled_at != _NEVER:
             response.hold()
+        self._running_bytes = len(request.body)
         self._task = self._loop.create_task(self._run(request, response), name="http-request")
+
+    def _start_queued(self) -> None:
+        self._start(self._queue.popleft())
+        if len(self._queue) < self._limits.pipeline_max:
+            self._resume_reading()
 
     async def _run(self, request: Request, response: Response) -> None:
         try:
@@ -283,7 +330,7 @@ class Connection(asyncio.Protocol):
             else:
                 response.send(500, internal_error_body())
         finally:
-            self._host.bodies_bytes -= len(request.body)
+            self._free_running()
             self._finish(response)
 
     def _finish(self, response: Response) -> None:
@@ -296,9 +343,9 @@ class Connection(asyncio.Protocol):
         elif response.close or (self._host.closing and not self._queue):
             transport.close()
         elif self._queue:
-            self._start(self._queue.popleft())
-            if len(self._queue) < self._limits.pipeline_max:
-                self._resume_reading()
+            # A client that takes no answers is given no more of them.
+            if self._stalled_at == _NEVER:
+                self._start_queued()
         elif self._failure is not None:
             self._send_failure(self._failure)
         else:
@@ -333,6 +380,11 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
+        if self._stalled_at != _NEVER:
+            unsent = transport.get_write_buffer_size()
+            if unsent < self._stalled_bytes:
+                self._stalled_at = now
+            self._stalled_bytes = unsent
         if now - self._stalled_at > self._limits.write_stall_s:
             transport.abort()
         elif self._response is None and now >= self._deadline:
@@ -344,7 +396,8 @@ class Connection(asyncio.Protocol):
 
     def close_idle(self) -> None:
         """The server stops: close now unless a request is being answered or read."""
-        if self._response is None and self._phase == _IDLE and self._transport is not None:
+        idle = self._response is None and not self._queue and self._phase == _IDLE
+        if idle and self._transport is not None:
             self._transport.close()
 
     def kill(self) -> asyncio.Task[None] | None:
@@ -377,7 +430,12 @@ class Connection(asyncio.Protocol):
         if self._lingering > _LINGER_BYTES_MAX and self._transport is not None:
             self._transport.abort()
 
+    def _free_running(self) -> None:
+        self._host.bodies_bytes -= self._running_bytes
+        self._running_bytes = 0
+
     def _forget_bodies(self) -> None:
+        self._free_running()  # a handler that is cancelled before it began frees nothing
         self._host.bodies_bytes -= self._body_bytes
         self._body_bytes = 0
         for request in self._queue:

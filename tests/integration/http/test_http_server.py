@@ -7,12 +7,14 @@ import contextlib
 import json
 import logging
 import random
+import unittest.mock
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from stitch.env import Env
 from stitch.errors import InvalidInput
+from stitch.http.connection import Connection
 from stitch.http.limits import ServerLimits
 from stitch.http.message import Request, Response
 from stitch.http.server import HttpServer
@@ -233,9 +235,35 @@ async def test_what_is_refused(served, sent, status, code) -> None:
     await asyncio.wait_for(served.talk(get()), 2)
 
 
+async def test_an_upgrade_with_a_body_is_one_request(served) -> None:
+    """The body of a request that asks for an upgrade is its own, never a second request."""
+    inner = get("/inner", close=False)
+    ask = ["Connection: Upgrade", "Upgrade: h2c", "X-A: b"]
+    sized = get("/a", *ask, f"Content-Length: {len(inner)}", method="POST", close=False) + inner
+    chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(inner), inner)
+    chunked = get("/b", *ask, "Transfer-Encoding: chunked", method="POST", close=False) + chunk
+    whole = sized + chunked + get("/c")
+    for pieces in ((whole,), tuple(whole[i : i + 1] for i in range(len(whole)))):
+        data = await served.talk(*pieces)
+        said = [json.loads(p.partition(b"\r\n\r\n")[2]) for p in data.split(b"HTTP/1.1 200")[1:]]
+        assert [(item["path"], item["body"]) for item in said] == [
+            ("/a", len(inner)),
+            ("/b", len(inner)),
+            ("/c", 0),
+        ]
+        assert said[0]["lines"] == ["X-A: b\r\n"]
+
+
 async def test_an_endless_header_is_cut_off_early(served) -> None:
     answer = await served.talk(b"GET / HTTP/1.1\r\nX: ", *[b"a" * 4000] * 4, pause_s=0.01)
     assert parts(answer)[0] == 431
+
+
+async def test_endless_trailers_and_chunk_extensions_are_cut_off(served) -> None:
+    begun = get("/", "Transfer-Encoding: chunked", method="POST") + b"1\r\na\r\n"
+    for endless in (b"0\r\nX: ", b"1;x="):
+        data = await served.talk(begun + endless, *[b"a" * 4096] * 5)
+        assert parts(data)[0] == 431
 
 
 async def test_slow_senders_are_ended(served) -> None:
@@ -290,6 +318,58 @@ async def test_a_client_that_reads_nothing_is_given_up(served, caplog) -> None:
     writer.write(get())
     await asyncio.wait_for(gone.wait(), 5)
     writer.close()
+
+
+async def test_a_client_that_reads_nothing_is_given_no_more_answers(served) -> None:
+    """Answers to pipelined requests must not pile up in memory while nobody takes them."""
+    answered = 0
+
+    async def big(request: Request, response: Response) -> None:
+        nonlocal answered
+        answered += 1
+        response.send(200, b"x" * 1_000_000)
+
+    served.server.handler = big
+    reader, writer = await served.open()
+    writer.write(get(close=False) * 39 + get())
+    await asyncio.sleep(0.2)
+    assert answered < 12  # what the kernel's buffers hold, and one more
+    got = 0
+    while chunk := await reader.read(1 << 20):
+        got += len(chunk)
+    assert got > 40_000_000
+    writer.close()
+
+
+async def test_a_client_that_reads_slowly_is_not_given_up(served) -> None:
+    """`write_stall_s` is how long no byte is taken, not how long an answer may take."""
+
+    async def big(request: Request, response: Response) -> None:
+        response.send(200, b"x" * 12_000_000)
+
+    served.server.handler = big
+    reader, writer = await served.open()
+    writer.write(get())
+    got = 0
+    began = asyncio.get_running_loop().time()
+    while chunk := await reader.read(1 << 20):
+        got += len(chunk)
+        await asyncio.sleep(0.03)
+    assert got > 12_000_000
+    assert asyncio.get_running_loop().time() - began > LIMITS.write_stall_s
+    writer.close()
+
+
+async def test_a_request_cancelled_before_it_began_frees_its_body() -> None:
+    server = HttpServer(echo, limits=LIMITS, env=Env())
+    connection = Connection(server)
+    transport = unittest.mock.MagicMock(spec=asyncio.Transport)
+    connection.connection_made(transport)
+    connection.data_received(get("/", "Content-Length: 1000", method="POST") + b"x" * 1000)
+    assert server.bodies_bytes == 1000
+    connection.connection_lost(None)
+    await asyncio.sleep(0)
+    assert server.bodies_bytes == 0
 
 
 async def test_a_bug_is_a_500_that_says_nothing(served, caplog) -> None:
