@@ -6,6 +6,7 @@ Exit code 0 if every check passed, 1 if one failed, 2 if the run could not be ca
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -68,17 +69,17 @@ def run(options: argparse.Namespace) -> int:
     )
     console = Console(stderr=options.json)
 
-    def kept(url: str) -> None:
-        console.print(f"the pool stays at {url}; press Ctrl-C to end it", markup=False)
-        try:
-            threading.Event().wait()
-        except KeyboardInterrupt:
-            return
+    def done(outcome: Outcome, url: str | None) -> None:
+        _summarize(outcome, console)
+        if options.json:
+            sys.stdout.write(_json(outcome) + "\n")
+            sys.stdout.flush()
+        if url is not None:
+            console.print(f"the pool stays at {url}; press Ctrl-C to end it", markup=False)
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Event().wait()
 
-    outcome = run_demo(settings, open_view(settings, console), env=Env(), on_kept=kept)
-    _summarize(outcome, console)
-    if options.json:
-        sys.stdout.write(_json(outcome) + "\n")
+    outcome = run_demo(settings, open_view(settings, console), env=Env(), on_done=done)
     return 0 if outcome.passed else 1
 
 

@@ -54,59 +54,64 @@ class Outcome:
 
 
 def run_demo(
-    settings: DemoSettings, view: View, *, env: Env, on_kept: Callable[[str], None]
+    settings: DemoSettings,
+    view: View,
+    *,
+    env: Env,
+    on_done: Callable[[Outcome, str | None], None],
 ) -> Outcome:
     """Train, disturb, check, report.
 
-    `on_kept` is called with the gateway's URL if the pool is to stay; it returns when it may end.
-    Raises: StitchError if the run could not be carried out.
+    `on_done` gets the outcome, and the gateway's URL if the pool still runs (`keep`): the pool
+    ends when it returns. Raises: StitchError if the run could not be carried out.
     """
     torch.set_num_threads(1)  # engines share the cores with the trainer
     record = RunRecord(env.clock.monotonic)
     out = _prepare_out(settings.out)
-    base, store = out / "base", out / "store"
+    base = out / "base"
     make_checkpoint(base, seed=settings.seed)
     learner = Learner(base, LearnerConfig(lr=settings.lr))
     record.note("starting replicas")
     view.attach(record)
     view.step()
-    try:
-        with ExitStack() as stack:
-            pool = stack.enter_context(
-                LocalPool(
-                    base,
-                    store=store,
-                    replicas=settings.replicas,
-                    run_id=RUN_ID,
-                    mode=settings.mode,
-                    log_dir=out / "logs",
-                    ready_s=settings.ready_s,
-                    replica_arguments=("--poll-s", "1"),
-                    env=env,
-                )
-            )
-            record.note(f"{len(pool.replicas)} replicas are ready")
-            loop = LoopThread("stitch-demo")
-            stack.callback(loop.close)
-            latest, live = _train(settings, learner, pool, store, base, record, view, loop, env)
-            if settings.keep:
-                view.close()
-                on_kept(pool.url)
+    with ExitStack() as stack:
+        stack.callback(view.close)
+        pool = stack.enter_context(_pool(settings, out, env))
+        record.note(f"{len(pool.replicas)} replicas are ready")
+        loop = LoopThread("stitch-demo")
+        stack.callback(loop.close)
+        latest, live = _train(settings, learner, pool, out, record, view, loop, env)
+        if not settings.keep:
+            pool.close()  # the label check gets the cores
         labels = _check_labels(settings, record, out, latest, view, env)
-    finally:
+        checks = all_checks(
+            settings, record, labels, latest=latest.version, live=live[0], missing=live[1]
+        )
+        outcome = _write(settings, record, labels, checks, latest, out)
         view.close()
-    checks = all_checks(
-        settings, record, labels, latest=latest.version, live=live[0], missing=live[1]
+        on_done(outcome, pool.url if settings.keep else None)
+    return outcome
+
+
+def _pool(settings: DemoSettings, out: Path, env: Env) -> LocalPool:
+    return LocalPool(
+        out / "base",
+        store=out / "store",
+        replicas=settings.replicas,
+        run_id=RUN_ID,
+        mode=settings.mode,
+        log_dir=out / "logs",
+        ready_s=settings.ready_s,
+        replica_arguments=("--poll-s", "1"),
+        env=env,
     )
-    return _write(settings, record, labels, checks, latest, out)
 
 
 def _train(
     settings: DemoSettings,
     learner: Learner,
     pool: LocalPool,
-    store: Path,
-    base: Path,
+    out: Path,
     record: RunRecord,
     view: View,
     loop: LoopThread,
@@ -117,7 +122,12 @@ def _train(
     feed = RolloutFeed(pool.url, settings, record, loop=loop, env=env)
     chaos = Chaos(pool, record)
     with Publisher(
-        store.as_uri(), run_id=RUN_ID, base=base, threads=1, pool=pool.pool, env=env
+        (out / "store").as_uri(),
+        run_id=RUN_ID,
+        base=out / "base",
+        threads=1,
+        pool=pool.pool,
+        env=env,
     ) as publisher:
         monitor.start()
         feed.start()
@@ -141,7 +151,6 @@ def _train(
 def _check_labels(
     settings: DemoSettings, record: RunRecord, out: Path, latest: Ref, view: View, env: Env
 ) -> LabelReport:
-    """With the pool gone the cores are free."""
     record.phase = "checking labels"
     view.step()
     trajectories = record.trajectories
