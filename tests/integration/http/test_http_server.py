@@ -345,7 +345,7 @@ async def test_a_client_that_reads_slowly_is_not_given_up(served) -> None:
     """`write_stall_s` is how long no byte is taken, not how long an answer may take."""
 
     async def big(request: Request, response: Response) -> None:
-        response.send(200, b"x" * 12_000_000)
+        response.send(200, b"x" * 24_000_000)
 
     served.server.handler = big
     reader, writer = await served.open()
@@ -354,8 +354,8 @@ async def test_a_client_that_reads_slowly_is_not_given_up(served) -> None:
     began = asyncio.get_running_loop().time()
     while chunk := await reader.read(1 << 20):
         got += len(chunk)
-        await asyncio.sleep(0.03)
-    assert got > 12_000_000
+        await asyncio.sleep(0.02)
+    assert got > 24_000_000
     assert asyncio.get_running_loop().time() - began > LIMITS.write_stall_s
     writer.close()
 
