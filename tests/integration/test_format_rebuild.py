@@ -265,3 +265,12 @@ def test_a_chain_of_any_length_keeps_no_file_open(root: Path) -> None:
         chain = chain_of(root, 1, 2, 3)
         rebuild(base, chain, on_tensor=lambda t: None, everything=True)
         assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+
+
+def test_an_anchor_of_byte_vectors_is_no_delta(tmp_path: Path) -> None:
+    """A tensor may be called `format`, as the key is that a full version's files carry."""
+    state = {"format": RawTensor("format", "U8", (3,), b"abc")}
+    publish_anchor(tmp_path / "updates", Ref("run-s", 1), state, files=1)
+    (reader,) = chain_of(tmp_path, 1)
+    assert reader.checkpoint is not None
+    assert bytes(reader.checkpoint.read("format")) == b"abc"

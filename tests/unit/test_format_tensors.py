@@ -96,6 +96,8 @@ def test_a_contiguous_tensor_is_viewed_not_copied() -> None:
         RawTensor("a", "F32", (2,), b"1234"),
         RawTensor("a", "F4_X", (4,), b"1234"),
         RawTensor("a", "F32", (-1,), b""),
+        RawTensor("a", "F4", (3,), b"12"),
+        RawTensor("a", "U8", (2**40, 2**40), b""),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -6,6 +6,7 @@ A reader opens what the index names and nothing else. Everything that
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = ["Payload", "PublicationReader"]
 Buffer = bytes | bytearray | memoryview
 
 _HEX: Final = frozenset("0123456789abcdef")
+_DIGEST = re.compile(r"[0-9A-Fa-f]{8}|[0-9A-Fa-f]{32}|[0-9A-Fa-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +244,7 @@ def looks_like_delta(shard: Shard) -> bool:
     return (
         bool(shard.tensors)
         and all(t.dtype == "U8" and len(t.shape) == 1 for t in shard.tensors)
-        and {t.name for t in shard.tensors} <= set(shard.metadata)
+        and all(_DIGEST.fullmatch(shard.metadata.get(t.name, "")) for t in shard.tensors)
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stitch.errors import InvalidInput
+from stitch.errors import CorruptData, InvalidInput
 from stitch.format.dtypes import DTYPE_BITS, nbytes_of
 
 __all__ = ["RawTensor", "as_raw_tensors", "check_tensor_name"]
@@ -119,10 +119,14 @@ def _checked(name: str, raw: RawTensor) -> RawTensor:
     if any(extent < 0 for extent in raw.shape):
         raise InvalidInput(f"tensor {name!r} has a negative extent in its shape", tensor=name)
     view = memoryview(raw.data)
-    if not view.c_contiguous or view.nbytes != nbytes_of(raw.dtype, raw.shape):
+    try:
+        needed = nbytes_of(raw.dtype, raw.shape)
+    except CorruptData as error:
+        raise InvalidInput(f"tensor {name!r}: {error.message}", tensor=name) from error
+    if not view.c_contiguous or view.nbytes != needed:
         raise InvalidInput(
             f"tensor {name!r}: {raw.dtype} of shape {list(raw.shape)} needs "
-            f"{nbytes_of(raw.dtype, raw.shape)} contiguous bytes, found {view.nbytes}",
+            f"{needed} contiguous bytes, found {view.nbytes}",
             tensor=name,
         )
     return raw
