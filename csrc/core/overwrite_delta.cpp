@@ -157,19 +157,24 @@ std::size_t count_changes(std::span<const std::uint8_t> base,
   return count;
 }
 
-void collect_changes(std::span<const std::uint8_t> base, std::span<const std::uint8_t> target,
+// Writes the positions and values of the changes, `count` of them if nobody wrote to the inputs
+// since they were counted. Returns whether there were exactly as many; never writes more.
+bool collect_changes(std::span<const std::uint8_t> base, std::span<const std::uint8_t> target,
                      std::size_t count, std::uint8_t* positions) {
   std::uint8_t* values = positions + count * sizeof(std::uint32_t);
+  std::size_t found = 0;
   for_each_change(base, target, [&](std::size_t begin, std::uint64_t change) {
-    while (change != 0) {
+    for (; change != 0; ++found) {
       const auto byte = static_cast<std::size_t>(std::countr_zero(change)) / 8;
-      const auto position = static_cast<std::uint32_t>(begin + byte);
-      std::memcpy(positions, &position, sizeof position);
-      positions += sizeof position;
-      *values++ = target[begin + byte];
+      if (found < count) {
+        const auto position = static_cast<std::uint32_t>(begin + byte);
+        std::memcpy(positions + found * sizeof position, &position, sizeof position);
+        values[found] = target[begin + byte];
+      }
       change &= ~(std::uint64_t{0xFF} << (8 * byte));
     }
   });
+  return found == count;
 }
 
 }  // namespace
@@ -231,7 +236,9 @@ Result<std::optional<ByteBuffer>> overwrite_encode(std::span<const std::uint8_t>
   }
   const auto stored_count = static_cast<std::uint32_t>(count);
   std::memcpy(payload.data(), &stored_count, sizeof stored_count);
-  collect_changes(base, target, count, payload.data() + kHeadBytes);
+  if (!collect_changes(base, target, count, payload.data() + kHeadBytes)) {
+    return Status::invalid_input("base or target was written to while it was encoded");
+  }
   payload.set_size(payload_bytes);
   if (Status status = writer.write(payload.span(), true); !status.ok()) {
     return status;

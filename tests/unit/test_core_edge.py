@@ -198,3 +198,46 @@ def test_a_window_that_finds_no_memory_is_not_corrupt_data() -> None:
         [sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, timeout=60, check=False
     )
     assert "no memory for a zstd decoder" in done.stdout, done.stderr
+
+
+WRITTEN_MEANWHILE = """
+import threading
+from stitch import _core
+from stitch.errors import InvalidInput
+
+base, target = bytes(1 << 20), bytearray(1 << 20)
+noise = (bytes(1 << 16), bytes([1]) * (1 << 16))
+done = threading.Event()
+
+def write():
+    turn = 0
+    while not done.is_set():
+        at = turn * (1 << 16) % len(target)
+        target[at : at + (1 << 16)] = noise[turn // 16 % 2]
+        turn += 1
+
+writer = threading.Thread(target=write)
+writer.start()
+noticed = 0
+for _ in range(200):
+    try:
+        _core.overwrite_encode(base, target)
+    except InvalidInput:
+        noticed += 1
+done.set()
+writer.join()
+print("noticed", noticed)
+"""
+
+
+def test_inputs_that_are_written_to_meanwhile_cannot_overrun_the_payload() -> None:
+    """The changes are counted, then collected: more of them may have appeared in between."""
+    done = subprocess.run(
+        [sys.executable, "-c", WRITTEN_MEANWHILE],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "noticed" in done.stdout
