@@ -40,73 +40,85 @@ def html_report(
     settings: DemoSettings, record: RunRecord, labels: LabelReport, checks: Sequence[Check]
 ) -> str:
     """The whole page."""
-    marks = [(at_s, text) for at_s, text in record.notes if "SIGKILL" in text or "joined" in text]
-    end_s = max([step.at_s for step in record.steps] + [a.at_s for a in record.activations] + [1.0])
     passed = all(check.passed for check in checks if check.required)
     verdict = '<span class="ok">passed</span>' if passed else '<span class="bad">failed</span>'
     body = (
         f"<h1>Stitch demo: {verdict}</h1>"
         f"<p>{escape(_headline(settings, record))}</p>"
         + _checks_table(checks)
-        + _section(
-            "Reward",
-            "Mean reward of each step's trajectories. Dashed: a replica was killed, one joined.",
-            line_chart(
-                [("reward", [(s.at_s, s.reward) for s in record.steps])],
-                x_name="seconds", y_name="reward", y_max=1.0, marks=marks,
-            ),
-        )
-        + _section(
-            "Replicas by version",
-            "Each stretch is coloured by the version that the replica served; grey means that it "
-            "served none. Hover for the number.",
-            timeline(
-                [
-                    Lane(t.id, t.joined_s, t.left_s, t.killed, t.points)
-                    for t in record.tracks.values()
-                ],
-                end_s=end_s, version_max=max([s.version for s in record.steps] + [1]), marks=marks,
-            ),
-        )
-        + _section(
-            "Pauses",
-            '<span class="key"><b class="k0">gate closed</b><b class="k1">swap</b></span> '
-            "per activation. The swap is the part in which weights are written.",
-            histogram(
-                [
-                    ("gate closed", _ms(record, "gate_closed_s")),
-                    ("swap", _ms(record, "swap_s")),
-                ],
-                x_name="milliseconds",
-            )
-            + _table(("", "median", "p95", "max", "count"), pause_rows(record)),
-        )
-        + _section(
-            "Publications",
-            f"Bytes per version. {escape(_kinds(record))}",
-            bar_chart(
-                [
-                    (float(v), size / 1e6, 1 if record.kinds.get(v) == "anchor" else 0)
-                    for v, size in sorted(record.delta_bytes.items())
-                ],
-                x_name="version", y_name="MB", label="bytes per version",
-            ),
-        )
-        + _section(
-            "Staleness",
-            "Age of tokens when the trainer consumed them, in versions.",
-            bar_chart(
-                [(float(age), float(n), 0) for age, n in sorted(record.staleness.counts.items())],
-                x_name="versions", y_name="tokens", label="tokens by staleness",
-            ),
-        )
+        + _run_sections(record)
+        + _traffic_sections(record)
         + _section("Labels", _labels_text(labels), _table((), _label_rows(labels)))
         + _section("Events", "", _table((), [(f"{t:.1f} s", text) for t, text in record.notes]))
-    )  # fmt: skip
+    )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Stitch demo</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style></head><body>{body}</body></html>"
+    )
+
+
+def _run_sections(record: RunRecord) -> str:
+    """What happened over time: reward, and which replica served what."""
+    marks = [(at_s, text) for at_s, text in record.notes if "SIGKILL" in text or "joined" in text]
+    end_s = max([step.at_s for step in record.steps] + [a.at_s for a in record.activations] + [1.0])
+    return _section(
+        "Reward",
+        "Mean reward of each step's trajectories. Dashed: a replica was killed, one joined.",
+        line_chart(
+            [("reward", [(s.at_s, s.reward) for s in record.steps])],
+            x_name="seconds",
+            y_name="reward",
+            y_max=1.0,
+            marks=marks,
+        ),
+    ) + _section(
+        "Replicas by version",
+        "Each stretch is coloured by the version that the replica served; grey means that it "
+        "served none. Hover for the number.",
+        timeline(
+            [Lane(t.id, t.joined_s, t.left_s, t.killed, t.points) for t in record.tracks.values()],
+            end_s=end_s,
+            version_max=max([s.version for s in record.steps] + [1]),
+            marks=marks,
+        ),
+    )
+
+
+def _traffic_sections(record: RunRecord) -> str:
+    """What it cost: pauses, bytes, and the age of tokens."""
+    pauses = histogram(
+        [("gate closed", _ms(record, "gate_closed_s")), ("swap", _ms(record, "swap_s"))],
+        x_name="milliseconds",
+    )
+    sizes = bar_chart(
+        [
+            (float(v), size / 1e6, 1 if record.kinds.get(v) == "anchor" else 0)
+            for v, size in sorted(record.delta_bytes.items())
+        ],
+        x_name="version",
+        y_name="MB",
+        label="bytes per version",
+    )
+    ages = bar_chart(
+        [(float(age), float(n), 0) for age, n in sorted(record.staleness.counts.items())],
+        x_name="versions",
+        y_name="tokens",
+        label="tokens by staleness",
+    )
+    return (
+        _section(
+            "Pauses",
+            '<span class="key"><b class="k0">gate closed</b><b class="k1">swap</b></span> '
+            "per activation. The swap is the part in which weights are written.",
+            pauses + _table(("", "median", "p95", "max", "count"), pause_rows(record)),
+        )
+        + _section("Publications", f"Bytes per version. {escape(_kinds(record))}", sizes)
+        + _section(
+            "Staleness",
+            "Age of tokens when the trainer consumed them, in versions.",
+            ages,
+        )
     )
 
 
