@@ -45,7 +45,7 @@ class DemoSettings:
     finished_max: int = 8
     reward_margin: float = 0.25
     reward_steps: int = 5
-    tolerance: float = 1e-4
+    tolerance: float = 2e-4
     reject_min: float = 0.95
     swap_s_max: float = 0.05
     shift_labels: int = 0
