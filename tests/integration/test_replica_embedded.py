@@ -81,7 +81,7 @@ async def site(root: Path, kind: type[CpuDestination] | type[DiskDestination]) -
     run = await ScriptedRun.claim(store, env, "run-a", checkpoint_tensors(model))
 
     def destination(driven: Engine, incarnation: str) -> Destination:
-        limits = CopyingConfig(rank_s=0.5)
+        limits = CopyingConfig(rank_s=0.5, full_s=1.0)
         return kind(driven, incarnation, base_dir=model, work_dir=work, env=env, config=limits)
 
     config = ReplicaConfig(

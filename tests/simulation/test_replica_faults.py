@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from stitch.admission import GateConfig
-from stitch.errors import NotReady, ReplicaLost, StitchError
+from stitch.errors import NotReady, ReplicaLost, StitchError, Unsupported
 from stitch.testing.clock import run_virtual
 from stitch.testing.replica_world import World, make_replica, world
 from stitch.types import ActivationMode, Constraint, GateState, Prefix, Ref, ReplicaState, exactly
@@ -130,6 +131,32 @@ def test_a_rank_that_fails_half_way_is_undone(tmp_path: Path) -> None:
         await made.settle(run.ref, seconds=60)
 
     simulate(tmp_path, scenario)
+
+
+def test_an_activation_has_a_time_limit_of_its_own(tmp_path: Path) -> None:
+    """A53: past it the weights in use are unknown; they are proven before anything goes on."""
+
+    async def scenario(made: World) -> None:
+        run = await serving(made)
+        made.engine.faults.add("verify", "slow", delay_s=4.0)
+        await made.publish(run)
+        await made.until(lambda: ReplicaState.UNKNOWN in made.states)
+        await made.until(lambda: made.info()["last_error"] is not None)
+        assert "longer than 2 s" in made.info()["last_error"]["message"]
+        await made.settle(run.ref, seconds=60)
+
+    simulate(tmp_path, scenario, activate_s_max=2.0)
+
+
+def test_what_the_engine_does_not_offer_is_refused(tmp_path: Path) -> None:
+    async def run() -> None:
+        only = frozenset({ActivationMode.IN_PLACE})
+        async with world(tmp_path, engine={"modes": only}, mode=ActivationMode.IN_PLACE) as made:
+            with pytest.raises(Unsupported):
+                made.config = dataclasses.replace(made.config, mode=ActivationMode.RECOMPUTE)
+                make_replica(made)
+
+    run_virtual(run)
 
 
 def test_an_undo_that_fails_is_repaired(tmp_path: Path) -> None:

@@ -37,10 +37,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyingConfig:
-    """Limits. rank_s: deadline of one order; order_tries: sends before its outcome is unknown;
+    """Limits. rank_s: deadline of one order; full_s: of a full verification, which reads every
+    live byte; order_tries: sends before its outcome is unknown;
     threads: of decoding; overlays_max: overlay directories kept before they are compacted."""
 
     rank_s: float = 30.0
+    full_s: float = 120.0
     order_tries: int = 2
     threads: int = 2
     overlays_max: int = 8
@@ -73,7 +75,9 @@ class CopyingDestination:
         self._overlays = overlays
         self._config = config
         self._env = env
-        self._ranks = Ranks(engine, incarnation, env, config.rank_s, config.order_tries)
+        self._ranks = Ranks(
+            engine, incarnation, env, config.rank_s, config.full_s, config.order_tries
+        )
         self._boot: CanonicalState | None = None
         self._held: CanonicalState | None = None
         self._pending: _Pending | None = None

@@ -27,6 +27,7 @@ class Ranks:
     incarnation: str
     env: Env
     rank_s: float
+    full_s: float
     tries: int
     attempt: int = 0
     coverage: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -51,10 +52,11 @@ class Ranks:
         return replies
 
     async def _send(self, order: RankOrder) -> Sequence[RankReply]:
+        seconds = self.full_s if order.scope == "full" else self.rank_s
         for left in range(self.tries - 1, -1, -1):
             try:
-                async with self.env.clock.timeout(self.rank_s + 1.0):
-                    return await self.engine.ranks.order(order, deadline_s=self.rank_s)
+                async with self.env.clock.timeout(seconds + 1.0):
+                    return await self.engine.ranks.order(order, deadline_s=seconds)
             except (EngineUnavailable, TimeoutError) as error:
                 log.warning("rank order lost", extra={"op": order.op, "tries_left": left})
                 if left == 0:

@@ -65,7 +65,7 @@ class Activator:
                 return None
             self._check_known(life)
             closed = self._clock.monotonic()
-            swap_s, recompute_s = await self._while_closed(life, staged, everything)
+            swap_s, recompute_s = await self._bounded(life, staged, everything)
             now = self._clock.monotonic()
             done = Activated(
                 closed - started, now - closed, swap_s, recompute_s, self._gate.running
@@ -80,6 +80,16 @@ class Activator:
         self._record(done)
         await life.destination.adopt(staged)
         return done
+
+    async def _bounded(self, life: Life, staged: Staged, drained_all: bool) -> tuple[float, float]:
+        limit_s = self._config.activate_s_max
+        try:
+            async with self._clock.timeout(limit_s):
+                return await self._while_closed(life, staged, drained_all)
+        except TimeoutError as error:
+            raise EngineUnavailable(
+                f"activation of {staged.target} took longer than {limit_s:g} s"
+            ) from error
 
     async def move_label(self, life: Life, target: Ref) -> bool:
         """Name the bytes in use `target`: no stage, no pause, the same cache epoch.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ class StoreLease:
 
     def __init__(self, store: Store, replica_id: str, env: Env, *, beat_s: float) -> None:
         self._store = store
-        self._name = f"replica-{replica_id}"[:128]
+        self._name = re.sub(r"[^A-Za-z0-9._-]", "-", f"replica-{replica_id}")[:128]
         self._replica_id = replica_id
         self._env = env
         self._beat_s = beat_s

@@ -102,6 +102,12 @@ class Recovery:
         incarnation = self._status.incarnation
         destination = self._factory(self._engine, incarnation)
         self._status.destination = destination.name
+        offered = self._engine.capabilities.destinations
+        if destination.name not in offered:
+            raise Unsupported(
+                f"the engine takes no weights by {destination.name!r}, only by "
+                f"{', '.join(sorted(offered))}"
+            )
         return Life(incarnation, description.boot_id, destination, self._control(incarnation))
 
     async def _make_known(self, life: Life) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from stitch.admission import AdmissionGate
 from stitch.engines.base import Engine
 from stitch.env import Env
-from stitch.errors import Closed, ReplicaLost
+from stitch.errors import Closed, ReplicaLost, Unsupported
 from stitch.reconciler.base import ReplicaReport
 from stitch.reconciler.config import DestinationFactory, ReplicaConfig
 from stitch.reconciler.driver import Driver
@@ -26,6 +26,7 @@ class Replica:
 
     `run` returns only by cancellation or by ReplicaLost, after which the replica stays
     readable (state FAILED, never ready) so that its process can say why before it ends.
+    Raises: Unsupported if the engine does not offer the configured activation mode.
     """
 
     def __init__(
@@ -36,6 +37,13 @@ class Replica:
         config: ReplicaConfig,
         env: Env,
     ) -> None:
+        modes = engine.capabilities.modes
+        if config.mode not in modes:
+            raise Unsupported(
+                f"this engine cannot activate in mode {config.mode.value!r}; it offers "
+                f"{', '.join(sorted(mode.value for mode in modes))}",
+                param="mode",
+            )
         self._env = env
         self._engine = engine
         self._gate = AdmissionGate(env, config.gate)

@@ -115,7 +115,7 @@ class ReplicaStatus:
     destination_ready: bool = False
     destination_error: str | None = None
     terminal: str | None = None
-    reason: str | None = "preparing: the engine's weights are not proven yet"
+    reason: str | None = "the engine's weights are not proven yet"
     failing: bool = False
     last_error: LastError | None = None
     last_success: float | None = None
