@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from publication_forge import INDEX, File, snapshot, tensors_of
+from publication_forge import INDEX, File, edit_index, snapshot, tensors_of
 
 from stitch.cli import main
 from stitch.env import Buffer, Env, FileHandle, OsFiles
@@ -393,6 +393,19 @@ def test_a_tensor_that_finds_no_memory_is_not_the_publications_fault(tmp_path: P
     assert done.stderr.endswith("retry: no\n")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_the_line_on_stderr_is_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(UPDATES, tmp_path / "updates")
+    edit_index(
+        tmp_path / "updates",
+        1,
+        lambda index: index["weight_map"].update({"n" * 10**6: min(index["weight_map"].values())}),
+    )
+    assert run(tmp_path / "out", updates=tmp_path / "updates", version=1) == 1
+    error = capsys.readouterr().err
+    assert error.endswith("retry: no\n")
+    assert len(error) < 3000
 
 
 def test_a_host_without_threads_is_not_the_publications_fault(

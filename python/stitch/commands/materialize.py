@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from stitch.commands.output import print_result
 from stitch.env import Env
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from stitch.cli import CommandParser
 
 __all__ = ["configure", "run", "thread_count"]
+
+_LINE_MAX: Final = 2000
 
 
 def configure(parser: CommandParser) -> None:
@@ -91,6 +93,8 @@ def _tell(report: MaterializeReport, options: argparse.Namespace) -> None:
 def _fail(error: StitchError, *, code: int) -> int:
     retry = "yes" if isinstance(error, NotVisibleYet) else "no"
     line = " ".join(error.message.split())
+    if len(line) > _LINE_MAX:  # it may quote a name or shape of any length
+        line = f"{line[:_LINE_MAX]}…"
     print(f"stitch materialize: {line}; retry: {retry}", file=sys.stderr)
     return code
 
