@@ -15,6 +15,7 @@ from stitch.http.wire import (
     HEADER_EXACT,
     HEADER_MIN,
     constraint_to_wire,
+    encode_json_object,
     parse_constraint,
     parse_json_object,
 )
@@ -141,4 +142,4 @@ class Demand:
         )
         # The headers are folded into the field, which may now demand more than they did.
         parsed = self._parsed if self._parsed is not None else parse_json_object(self._body)
-        return b"", orjson.dumps({**parsed, FIELD: constraint_to_wire(sent)})
+        return b"", encode_json_object({**parsed, FIELD: constraint_to_wire(sent)})

@@ -21,6 +21,7 @@ __all__ = [
     "HEADER_EXACT",
     "HEADER_MIN",
     "constraint_to_wire",
+    "encode_json_object",
     "parse_constraint",
     "parse_json_object",
 ]
@@ -45,6 +46,14 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise InvalidInput("the request body must be a JSON object", param="body")
     return parsed
+
+
+def encode_json_object(body: dict[str, Any]) -> bytes:
+    """The body as sent on. Raises: InvalidInput if it is nested deeper than can be written."""
+    try:
+        return orjson.dumps(body)
+    except orjson.JSONEncodeError:
+        raise InvalidInput("the request body is nested too deeply", param="body") from None
 
 
 def parse_constraint(value: object, headers: Mapping[bytes, bytes]) -> Constraint:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from stitch.admission import AdmissionGate, Lease
+from stitch.admission import Lease
 from stitch.env import Clock
 from stitch.errors import EngineUnavailable, StitchError, Unsupported
 from stitch.http.errors import error_body, retry_headers
@@ -36,12 +36,11 @@ class Sidecar(Protocol):
 
     @property
     def upstream(self) -> Upstream: ...
-    @property
-    def gate(self) -> AdmissionGate: ...
 
     def count(self, name: str, labels: str = "") -> None: ...
     def spawn(self, work: Any, name: str) -> None: ...
     async def abort_generation(self, rid: str) -> None: ...
+    def ended(self, lease: Lease, rids: tuple[str, ...]) -> None: ...
     def label_response(self, path: str, body: dict[str, Any], lease: Lease) -> None: ...
 
 
@@ -236,7 +235,7 @@ class Passage:
         """The generation is over: free the lease."""
         if not self._settled:
             self._settled = True
-            self._sidecar.gate.release(self._lease)
+            self._sidecar.ended(self._lease, self._rids)
 
     def _give_up(self) -> None:
         """Cut the exchange, end the generation, and only then free the lease."""
@@ -252,7 +251,7 @@ class Passage:
             for rid in self._rids:
                 await self._sidecar.abort_generation(rid)
         finally:
-            self._sidecar.gate.release(self._lease)
+            self._sidecar.ended(self._lease, self._rids)
 
 
 def _json_or_none(data: bytes) -> Any:

@@ -26,7 +26,7 @@ from stitch.http.metrics import PROMETHEUS, Counters
 from stitch.http.relay import request_head
 from stitch.http.server import HttpServer
 from stitch.http.upstream import Upstream
-from stitch.http.wire import FIELD, parse_constraint, parse_json_object
+from stitch.http.wire import FIELD, encode_json_object, parse_constraint, parse_json_object
 from stitch.reconciler.base import ReplicaView
 from stitch.sidecar.config import SidecarConfig
 from stitch.sidecar.passage import Passage
@@ -72,6 +72,7 @@ class SidecarServer:
         self._view = view
         self._rid_prefix = env.random.nonce()
         self._rids = itertools.count(1)
+        self._rids_used: set[str] = set()
         self._admitted: tuple[Label | None, bytes] = (None, b"")
         self._counters = Counters(_COUNTERS)
         self._streams = EventStreams(keepalive_s=config.events_keepalive_s, env=env)
@@ -165,6 +166,11 @@ class SidecarServer:
         except (StitchError, OSError, TimeoutError) as error:
             log.info("abort not confirmed", extra={"rid": rid, "why": str(error)})
 
+    def ended(self, lease: Lease, rids: tuple[str, ...]) -> None:
+        """The generation is over: free its lease and its ids."""
+        self.gate.release(lease)
+        self._rids_used.difference_update(rids)
+
     def label_response(self, path: str, body: dict[str, Any], lease: Lease) -> None:
         """Let the adapter stamp one JSON body."""
         self._view.engine.stamp_response(path, body, admitted=lease.label)
@@ -174,30 +180,48 @@ class SidecarServer:
     async def _sample(self, request: Request, response: Response) -> None:
         body = parse_json_object(request.body)
         constraint = parse_constraint(body.pop(FIELD, None), request.headers)
-        rids = _client_rids(body)
-        lease = await self._admit(constraint)
+        rids = _client_rids(body) or (self._fresh_rid(),)
+        self._reserve(rids)
+        try:
+            lease = await self._admit(constraint)
+        except BaseException:
+            self._rids_used.difference_update(rids)
+            raise
         engine = self._view.engine
         try:
-            rid = rids[0] if rids else f"{self._rid_prefix}-{next(self._rids):x}"
+            rid = rids[0]
             batch = body.get("rid") if isinstance(body.get("rid"), list) else None
             engine.stamp_request(request.path, body, rid=rid, label=lease.label)
             if batch is not None:
                 body["rid"] = batch
-            payload = orjson.dumps(body)
+            payload = encode_json_object(body)
         except BaseException:
-            self.gate.release(lease)
+            self.ended(lease, rids)
             raise
         passage = Passage(
             self,
             request,
             response,
             lease,
-            rids=rids or (rid,),
+            rids=rids,
             labelled=engine.capabilities.final_responses,
             extra=self._extra(lease),
         )
         await passage.run(payload)
         self._counters.add("stitch_sidecar_requests_total", labels='outcome="passed"')
+
+    def _fresh_rid(self) -> str:
+        while True:
+            rid = f"{self._rid_prefix}-{next(self._rids):x}"
+            if rid not in self._rids_used:
+                return rid
+
+    def _reserve(self, rids: tuple[str, ...]) -> None:
+        """Two generations of one id can't be told apart: ending one would end the other."""
+        taken = sorted(self._rids_used.intersection(rids))
+        if taken:
+            raise Overloaded(f"rid {taken[0]!r} is in use by a running request", param="rid")
+        self._rids_used.update(rids)
 
     async def _admit(self, constraint: Constraint) -> Lease:
         if constraint.max_lag is not None:

@@ -255,6 +255,29 @@ async def test_a_client_that_leaves_aborts_its_generation(http, replica, kind) -
     assert not replica.server.running
 
 
+async def test_an_id_in_use_is_refused_and_its_generation_goes_on(http, replica) -> None:
+    """Else a client that sends another's id and leaves would abort the other's generation."""
+    call = asyncio.create_task(generate(http, replica, fake={"delay_s": 0.3}, rid="mine"))
+    await eventually(lambda: "mine" in replica.server.running)
+    for rid in ("mine", ["other", "mine"]):
+        status, headers, body = await generate(http, replica, rid=rid)
+        assert (status, headers["Retry-After"]) == (429, "1")
+        assert (body["error"]["code"], body["error"]["param"]) == ("Overloaded", "rid")
+    assert (await call)[0] == 200
+    assert replica.server.aborted == []
+    assert (await generate(http, replica, rid=["other", "mine"]))[0] == 200
+
+
+async def test_bodies_nested_too_deep_to_be_sent_on_are_refused(http, replica) -> None:
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    status, _, body = await generate(http, replica, deep=deep)
+    assert (status, body["error"]["code"]) == (400, "InvalidInput")
+    assert replica.view.gate.running == 0
+    assert replica.server.seen == []
+
+
 async def test_an_engine_that_moves_is_found_at_once(http, replica) -> None:
     assert (await generate(http, replica))[0] == 200
     await replica.server.close()
