@@ -177,7 +177,8 @@ class ReplicaProcess:
         options, env = self._options, self._env
         store = open_store(options.store)
         boot = await self._boot(store, work_dir)
-        arguments = ["--threads", str(options.engine_threads), *options.engine_argument]
+        threads = str(options.engine_threads)
+        arguments = ["--labelled-only", "--threads", threads, *options.engine_argument]
         self._supervisor = EngineSupervisor(
             boot.directory,
             work_dir=work_dir,

@@ -303,7 +303,7 @@ async def test_bad_input_is_a_400_that_names_the_field(live: Any) -> None:
     assert (await live.post("/nowhere", {}))[0] == 404
     async with live.http.get("/generate") as response:
         assert response.status == 405
-    assert (await live.generate("still alive", max_new_tokens=2))["meta_info"][
+    assert (await live.generate("still alive", max_new_tokens=2, ignore_eos=True))["meta_info"][
         "completion_tokens"
     ] == 2
 
@@ -350,6 +350,22 @@ async def test_abort_ends_one_request_and_keeps_its_tokens(live: Any) -> None:
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < last["meta_info"]["completion_tokens"] < 1900
     assert (await other)["meta_info"]["completion_tokens"] == 60
+
+
+async def test_the_name_of_a_running_sample_is_no_free_id(live: Any) -> None:
+    body = {"text": "two", "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True, "n": 2}}
+    call = asyncio.create_task(live.post("/generate", {**body, "rid": "pair"}))
+    await live.until(lambda info: info["running"] == 2, "both samples run")
+    status, answer = await live.post("/generate", {"text": "x", "rid": "pair-1"})
+    assert (status, answer["error"]["param"]) == (400, "rid")
+    await live.engine.abort("pair-1")
+    assert (await live.info())["running"] == 2, "a sidecar ends whole requests only"
+    await live.engine.abort("pair")
+    await call
+    status, _ = await live.post(
+        "/generate", {"text": "x", "rid": "pair-1", "sampling_params": {"max_new_tokens": 1}}
+    )
+    assert status == 200
 
 
 async def test_a_client_that_leaves_frees_its_place(live: Any) -> None:

@@ -10,14 +10,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
-from stitch.engines.base import Health
+from stitch.engines.base import Health, RankOrder
 from stitch.engines.embedded import EmbeddedEngine, EngineProcess
 from stitch.env import Env
 from stitch.errors import EngineUnavailable, InvalidInput
+from stitch.types import Label, Ref
 
 pytestmark = pytest.mark.engine
 
@@ -112,3 +114,30 @@ async def test_the_engine_dies_with_its_parent(models: dict[int, Path], tmp_path
                 await asyncio.sleep(0.01)
     finally:
         await engine.close()
+
+
+async def test_a_process_that_was_never_labelled_answers_nobody(
+    models: dict[int, Path], tmp_path: Path
+) -> None:
+    """A restarted engine must not answer, on the same port, for the one that had a version."""
+    started = await EngineProcess.spawn(
+        models[1], work_dir=tmp_path, env=Env(), arguments=("--labelled-only",)
+    )
+    engine = EmbeddedEngine(started.base_url, Env())
+    body = {"text": "who is it", "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+    async with aiohttp.ClientSession(started.base_url) as http:
+
+        async def ask() -> tuple[int, Any]:
+            async with http.post("/generate", json=body) as response:
+                return response.status, await response.json()
+
+        await engine.resume(recompute=False)  # whoever resumes it proves nothing
+        status, answer = await ask()
+        assert (status, answer["error"]["code"]) == (503, "EngineUnavailable")
+        label = Label(Ref("run-a", 3), 1)
+        for order in (RankOrder("i", 1, "discard"), RankOrder("i", 1, "label", label=label)):
+            assert all(reply.ok for reply in await engine.ranks.order(order, deadline_s=10))
+        status, answer = await ask()
+        assert (status, answer["meta_info"]["weight_version"]) == (200, "3")
+    await engine.close()
+    assert await started.terminate() == 0

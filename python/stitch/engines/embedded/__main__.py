@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             prefill_tokens_max=options.prefill_tokens,
             prefix_cache=not options.no_prefix_cache,
             seed=options.seed,
+            labelled_only=options.labelled_only,
         )
         # First what is known in a moment: a wrong directory, a taken port.
         check_model_directory(config.model)
@@ -137,6 +138,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill-tokens", type=int, default=256, help="per forward pass")
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--seed", type=int, default=None, help="for requests without a seed")
+    parser.add_argument(
+        "--labelled-only", action="store_true", help="refuse requests until a label was set once"
+    )
     parser.add_argument("--ready-file", type=Path, default=None, help="JSON written when ready")
     parser.add_argument("--parent", type=int, default=None, help="process id to die with")
     return parser.parse_args(argv)

@@ -137,7 +137,9 @@ class EmbeddedEngine:
 
     async def abort(self, rid: str) -> None:
         """End one request by its id."""
-        await self.call("POST", "/abort_request", {"rid": rid}, deadline_s=self._timeouts.control_s)
+        # Whole requests only: the name of one sample may be the id that another client chose.
+        body = {"rid": rid, "whole": True}
+        await self.call("POST", "/abort_request", body, deadline_s=self._timeouts.control_s)
 
     def stamp_request(self, path: str, body: dict[str, Any], *, rid: str, label: Label) -> None:
         """Add `rid` unless the client sent one, and the epoch-keyed `extra_key`."""

@@ -25,6 +25,8 @@ class EngineConfig:
         to 65536, and at least one.
     prefill_tokens_max: prompt tokens computed per forward pass, so that a long prompt does not
         hold up running requests.
+    labelled_only: requests are refused until a label was set once. Under a sidecar a restarted
+        process must not answer for the one before it: its weights are not proven yet.
     """
 
     model: Path
@@ -41,6 +43,7 @@ class EngineConfig:
     body_bytes_max: int = 16 * 1024 * 1024
     samples_max: int = 128
     seed: int | None = None
+    labelled_only: bool = False
 
     def __post_init__(self) -> None:
         limits = {

@@ -124,17 +124,18 @@ async def flush_cache(service: Service, request: web.Request) -> web.Response:
 
 
 async def abort_request(service: Service, request: web.Request) -> web.Response:
-    """`POST /abort_request {rid | abort_all}`. A rid names a request or one of its samples."""
+    """`POST /abort_request {rid | abort_all, whole}`. A rid names a request or one of its samples,
+    with `whole` a request only."""
     body = await read_object(request)
     rid = body.get("rid") or ""
     if not isinstance(rid, str):
         raise InvalidInput("rid must be text", param="rid")
-    everything = body.get("abort_all") is True
+    everything, whole = body.get("abort_all") is True, body.get("whole") is True
     if not everything and not rid:
         raise InvalidInput("give rid, or abort_all: true", param="rid")
 
     def chosen(ask: Ask) -> bool:
-        return everything or rid in (ask.rid, ask.group)
+        return everything or rid == ask.group or (not whole and rid == ask.rid)
 
     aborted = await asyncio.wrap_future(service.scheduler.abort(chosen, "aborted by request"))
     return json_response({"success": True, "aborted": aborted})

@@ -71,6 +71,7 @@ class Scheduler(threading.Thread):
         super().__init__(name="stitch-scheduler", daemon=True)
         self.stats = SchedulerStats()
         self.label: Label | None = None
+        self.labelled_once = False
         self._paused = False
         self.context_tokens_max = context_tokens_max
         self._runner = runner
@@ -242,6 +243,7 @@ class Scheduler(threading.Thread):
     def set_label(self, label: Label | None) -> None:
         """What tokens are stamped with from the next pass on. A new epoch ends old prefixes."""
         self.label = label
+        self.labelled_once = self.labelled_once or label is not None
         self._residency.set_epoch(None if label is None else label.epoch)
 
     def flush(self) -> None:

@@ -98,7 +98,7 @@ class Service:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="stitch-rank")
     )
     requests: dict[str, int] = field(default_factory=dict)
-    _groups: set[str] = field(default_factory=set)
+    _names: set[str] = field(default_factory=set)
     _made: int = 0
 
     @property
@@ -147,21 +147,24 @@ class Service:
     def submit(self, asks: Sequence[Ask]) -> Ticket:
         """Queue samples. Close the ticket with `release`.
 
-        Raises: InvalidInput for an id in use; Overloaded.
+        Raises: InvalidInput for an id in use; Overloaded; EngineUnavailable before the first label
+            if only labelled weights may answer.
         """
-        groups = {ask.group for ask in asks}
-        taken = sorted(groups & self._groups)
+        if self.config.labelled_only and not self.scheduler.labelled_once:
+            raise EngineUnavailable("this engine's weights have no version yet; try again")
+        names = {name for ask in asks for name in (ask.group, ask.rid)}
+        taken = sorted(names & self._names)
         if taken:
             raise InvalidInput(f"rid {taken[0]!r} is in use by a running request", param="rid")
         ticket = Ticket([])
         sinks = [lambda p, i=i: ticket.note(i, p) for i in range(len(asks))]
         ticket.generations = self.scheduler.submit(asks, sinks)
-        self._groups |= groups
+        self._names |= names
         return ticket
 
     def release(self, ticket: Ticket) -> None:
         """The HTTP request is over: free its ids, end what still runs."""
-        self._groups -= {g.ask.group for g in ticket.generations}
+        self._names -= {name for g in ticket.generations for name in (g.ask.group, g.ask.rid)}
         if not ticket.done:
             mine = {id(g.ask) for g in ticket.generations}
             self.scheduler.abort(lambda ask: id(ask) in mine, "the client is gone")
