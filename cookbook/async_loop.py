@@ -43,7 +43,7 @@ def main() -> None:
                     chosen = rng.integers(0, elements.size, max(1, elements.size // 200))
                     elements[chosen] ^= 1
                 tensors = {
-                    name: RawTensor(name, t.dtype, t.shape, memoryview(weights[name]))
+                    name: RawTensor(name, t.dtype, t.shape, weights[name].data)
                     for name, t in checkpoint.tensors.items()
                 }
                 published = publisher.publish(tensors).wait()

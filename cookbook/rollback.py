@@ -34,7 +34,7 @@ def main() -> None:
             for name, tensor in checkpoint.tensors.items():
                 data = np.array(checkpoint.view(name))
                 data.view(np.uint16)[::3] ^= 0x40  # a step that ruins the policy
-                spoilt[name] = RawTensor(name, tensor.dtype, tensor.shape, memoryview(data))
+                spoilt[name] = RawTensor(name, tensor.dtype, tensor.shape, data.data)
             publisher.publish(spoilt).wait()
             worse = client.generate("once upon", constraint=stitch.at_least(1), sampling=GREEDY)
             back = publisher.rollback(0).wait()
