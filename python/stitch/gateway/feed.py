@@ -13,6 +13,7 @@ from stitch.errors import CorruptData, InvalidInput, StitchError, Unsupported
 from stitch.gateway.config import GatewayConfig
 from stitch.gateway.members import Roster, Seat
 from stitch.gateway.wire import parse_report
+from stitch.http.exchange import Exchange
 from stitch.http.sse import EventReader
 from stitch.http.upstream import Upstream, UpstreamLost, origin_of
 from stitch.pools.base import Member, Pool
@@ -138,7 +139,10 @@ class Feeds:
             if exchange.status != 200 or not exchange.event_stream:
                 raise UpstreamLost(f"/events answered {exchange.status}", sent=True)
             self._roster.succeeded(seat)
+            reader.exchange = exchange
             await exchange.pipe(reader.feed)
+        except UpstreamLost as error:
+            raise reader.error or error from error
         finally:
             exchange.cancel()
         if reader.error is not None:
@@ -156,6 +160,7 @@ class _Reader:
     def __init__(self, roster: Roster, seat: Seat) -> None:
         self.last_id = ""
         self.error: StitchError | None = None
+        self.exchange: Exchange | None = None
         self._roster = roster
         self._seat = seat
         self._events = EventReader()
@@ -172,6 +177,12 @@ class _Reader:
                 self._roster.take_report(self._seat, report)
         except Unsupported as error:
             self._seat.problem = error.message
-            self.error = error
+            self._end(error)
         except CorruptData as error:
-            self.error = error
+            self._end(error)
+
+    def _end(self, error: StitchError) -> None:
+        """Cut the stream, else the member would be known by its last good report for good."""
+        self.error = error
+        if self.exchange is not None:
+            asyncio.get_running_loop().call_soon(self.exchange.cancel)

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -701,3 +702,14 @@ async def test_no_path_around_a_closed_gate(rig) -> None:
         assert set(map(str, range(1, 12))) == set(admitted)
     finally:
         await other.close()
+
+
+async def test_a_report_that_nobody_understands_does_not_make_the_gateway_deaf(rig) -> None:
+    """It was left with its last good report, on a stream that it no longer read."""
+    await rig.start([v(1)])
+    view, seat = rig.replicas[0].view, rig.seats()[0]
+    view.state = SimpleNamespace(value="A_STATE_OF_LATER")
+    view.changed()
+    await eventually(lambda: seat.failures > 0)
+    view.serve(v(2))
+    await eventually(lambda: seat.ready and seat.report.served == v(2))
