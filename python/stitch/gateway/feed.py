@@ -140,10 +140,12 @@ class Feeds:
                 raise UpstreamLost(f"/events answered {exchange.status}", sent=True)
             self._roster.succeeded(seat)
             reader.exchange = exchange
+            seat.ask_again = reader.cut
             await exchange.pipe(reader.feed)
         except UpstreamLost as error:
             raise reader.error or error from error
         finally:
+            seat.ask_again = None
             exchange.cancel()
         if reader.error is not None:
             raise reader.error
@@ -182,7 +184,11 @@ class _Reader:
             self._end(error)
 
     def _end(self, error: StitchError) -> None:
-        """Cut the stream, else the member would be known by its last good report for good."""
+        """Begin a new stream, else the member would be known by its last good report for good."""
         self.error = error
+        self.cut()
+
+    def cut(self) -> None:
+        """End the stream, outside of the caller's own work."""
         if self.exchange is not None:
             asyncio.get_running_loop().call_soon(self.exchange.cancel)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from stitch.env import Clock, Env
 from stitch.gateway.config import GatewayConfig
@@ -28,7 +28,8 @@ class Seat:
     """One member as the gateway sees it.
 
     in_flight: requests reserved or running through this gateway. failures: consecutive ones.
-    avoid_until: back-pressure, on the monotonic clock; a new report ends it.
+    avoid_until: back-pressure, on the monotonic clock; a new report ends it. ask_again: ends the
+    present event stream, so that a new one tells whether the member can be reached.
     """
 
     def __init__(self, member: Member, upstream: Upstream) -> None:
@@ -43,6 +44,7 @@ class Seat:
         self.avoid_until = 0.0
         self.problem: str | None = None
         self.stamp = 0
+        self.ask_again: Callable[[], None] | None = None
         self._retired: deque[str] = deque(maxlen=_RETIRED_MAX)
 
     @property
@@ -151,6 +153,8 @@ class Roster:
         seat.failures += 1
         if seat.reachable and seat.failures >= self.config.failures_max:
             seat.reachable = False
+            if seat.ask_again is not None:
+                seat.ask_again()
             self.notify()
 
     def succeeded(self, seat: Seat) -> None:

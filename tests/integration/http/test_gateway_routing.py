@@ -713,3 +713,15 @@ async def test_a_report_that_nobody_understands_does_not_make_the_gateway_deaf(r
     await eventually(lambda: seat.failures > 0)
     view.serve(v(2))
     await eventually(lambda: seat.ready and seat.report.served == v(2))
+
+
+async def test_a_quiet_member_left_out_for_failed_requests_comes_back(rig) -> None:
+    """Its event stream lives and has nothing new to say: only a new one shows that it is back."""
+    await rig.start([v(1)])
+    seat = rig.seats()[0]
+    for _ in range(FAST.failures_max):
+        rig.gateway.roster.failed(seat)
+    assert not seat.ready
+    await eventually(lambda: seat.ready)
+    async with rig.http.post(rig.url + "/generate", json={"text": "a"}) as answer:
+        assert answer.status == 200
