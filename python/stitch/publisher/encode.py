@@ -1,7 +1,9 @@
 """One rank's tensors against the state before: what changed, as payloads and as copies.
 
 Runs in the caller's thread before `publish` returns. Every input byte is compared, and copied
-if it changed; nothing of the input is kept.
+if it changed; nothing of the input is kept. Payload, digest and checksum are all made of the copy,
+so a tensor that is written meanwhile by somebody else may be torn, but never published with a
+digest that is not its own.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
+
+import numpy as np
 
 from stitch.checksum import lane_bytes_for
 from stitch.delta import encode, lane_digest
@@ -21,8 +25,12 @@ from stitch.publisher.state import TensorState
 
 __all__ = ["Change", "copy_all", "encode_changes"]
 
+Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 R = TypeVar("R")
+
+# 256 KiB: what comparing makes of it stays in a core's cache.
+_COMPARE_WORDS: Final = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +68,13 @@ def encode_changes(
                 f"{list(old.shape)}; a change of kind needs an anchor with rebase=True",
                 tensor=raw.name,
             )
-        blob = encode(old.data, raw.data, encoding=encoding)
-        if blob is None:
+        before = old.data
+        if _equal(before, raw.data):
             return None
         state, digest = _copied(raw, checksum_format)
+        blob = encode(before, state.data, encoding=encoding)
+        if blob is None:
+            return None  # it was put back before it was copied
         return Change(state, EncodedTensor(raw.name, raw.dtype, raw.shape, blob, digest or ""))
 
     return [change for change in _each(one, tensors, executor) if change is not None]
@@ -72,6 +83,17 @@ def encode_changes(
 def copy_all(tensors: Sequence[RawTensor], *, executor: Executor | None) -> list[Change]:
     """Every tensor as a change without a payload: an anchor that depends on nothing."""
     return _each(lambda raw: Change(_copied(raw, None)[0], None), tensors, executor)
+
+
+def _equal(one: Buffer, other: Buffer) -> bool:
+    """Whether two buffers of one length are equal; leaves at the first chunk that differs."""
+    words = memoryview(one).nbytes // 8
+    for at in range(0, words, _COMPARE_WORDS):
+        count = min(_COMPARE_WORDS, words - at)
+        left = np.frombuffer(one, np.uint64, count, 8 * at)
+        if not np.array_equal(left, np.frombuffer(other, np.uint64, count, 8 * at)):
+            return False
+    return bytes(memoryview(one)[8 * words :]) == bytes(memoryview(other)[8 * words :])
 
 
 def _copied(raw: RawTensor, digest_kind: str | None) -> tuple[TensorState, str | None]:
