@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stitch.env import Env
 from stitch.errors import Conflict, InvalidInput, Unavailable
 from stitch.format.checkpoint import Checkpoint
 from stitch.format.publication import PublicationReader
 from stitch.format.rebuild import RebuiltTensor, rebuild
 from stitch.format.tensors import RawTensor
 from stitch.publisher import Publisher
+from stitch.publisher.lineage import Loader
 from stitch.stores import Store, open_store
 from stitch.stores.base import INDEX_NAME
 from stitch.stores.versions import load_run
@@ -95,6 +98,27 @@ def test_the_record_names_the_base_by_digest(tmp_path: Path) -> None:
     with Checkpoint.open(BASE) as checkpoint:
         assert record["base_digest"] == checkpoint.model_digest()
     assert (record["boot_version"], record["updates_dir"]) == (5, "updates")
+
+
+async def test_a_base_in_files_that_changes_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    """Several ranks leave the base in its files: what they read there is checked every time."""
+    base = tmp_path / "base"
+    shutil.copytree(BASE, base)
+    loader = Loader(MemoryStore(), base, tmp_path, Env(), 2, copy_base=False)
+    state = await loader.base_state(Ref("a", 0))
+    wanted = as_bytes(base_tensors())
+    assert {name: bytes(state.view(name)) for name in state.tensors} == wanted
+    shard = next(path for path in base.glob("*.safetensors") if path.stat().st_size > 5000)
+    found = shard.stat()
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    os.utime(shard, ns=(found.st_atime_ns, found.st_mtime_ns))
+    with pytest.raises(Unavailable, match="changed while"):
+        _ = [state.view(name) for name in state.tensors]
+    os.truncate(shard, 4096)
+    with pytest.raises(Unavailable, match="changed or vanished"):
+        _ = [state.view(name) for name in state.tensors]
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:

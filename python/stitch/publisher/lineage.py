@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from stitch.checksum import Checksum, model_digest
+from stitch.checksum import Checksum, additive_lanes, lane_bytes_for, model_digest
 from stitch.env import Env
-from stitch.errors import CorruptData, InvalidInput, NotVisibleYet
+from stitch.errors import CorruptData, InvalidInput, NotVisibleYet, Unavailable
 from stitch.format.checkpoint import Checkpoint
+from stitch.format.dtypes import bits_of
 from stitch.format.publication import PublicationReader
 from stitch.format.rebuild import RebuiltTensor, TensorSource, rebuild
 from stitch.format.wire import RunRecord
@@ -30,7 +32,9 @@ _SIDE_FILE_BYTES_MAX: Final = 64 * 2**20
 class Loader:
     """Loads states of one root. `base` is the checkpoint of the first run's boot version.
 
-    Nothing that is loaded keeps a file open, except views of the base when `copy_base` is False.
+    Nothing that is loaded keeps a file open or mapped. With `copy_base` False the base's tensors
+    stay in its files and are read and checked whenever they are needed: ranks of one host would
+    hold a copy of the model each, and a rank needs only the tensors that it gives.
     """
 
     store: Store
@@ -98,24 +102,40 @@ class Loader:
         assert base is not None
 
         def work() -> SealedState:
-            checkpoint = Checkpoint.open(base)
-            try:
-                state = self._from_checkpoint(ref, checkpoint)
-            finally:
-                if self.copy_base:
-                    checkpoint.close()
-            return state
+            with Checkpoint.open(base) as checkpoint:
+                return self._from_checkpoint(ref, checkpoint)
 
         return await self.env.offload(work)
 
     def _from_checkpoint(self, ref: Ref, checkpoint: Checkpoint) -> SealedState:
-        checksums = checkpoint.checksums(threads=self.threads)
-        held = {}
-        for name, tensor in checkpoint.tensors.items():
-            view = checkpoint.view(name)
-            data = memoryview(bytes(view)) if self.copy_base else view
-            held[name] = TensorState(name, tensor.dtype, tuple(tensor.shape), data, checksums[name])
+        names = list(checkpoint.tensors)
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="stitch-base") as pool:
+            states = pool.map(lambda name: self._base_tensor(checkpoint, name), names)
+            held = dict(zip(names, states, strict=True))
         return _state(ref, held, None, side_files=_side_files(checkpoint))
+
+    def _base_tensor(self, checkpoint: Checkpoint, name: str) -> TensorState:
+        """Its checksum is of the bytes that are kept, or that every later read must give."""
+        tensor = checkpoint.tensors[name]
+        shape = tuple(tensor.shape)
+        lane = lane_bytes_for(shape, bits_of(tensor.dtype))
+        if self.copy_base:
+            data = checkpoint.read(name).toreadonly()
+            checksum = additive_lanes(data, lane_bytes=lane)
+            return TensorState(name, tensor.dtype, shape, data, checksum)
+        checksum = checkpoint.checksums(names=[name])[name]
+
+        def read() -> memoryview:
+            found = checkpoint.read(name).toreadonly()
+            if additive_lanes(found, lane_bytes=lane) != checksum:
+                raise Unavailable(
+                    f"{checkpoint.directory}: tensor {name!r} changed while the publisher used it; "
+                    "restart the job with the base that it booted from",
+                    tensor=name,
+                )
+            return found
+
+        return TensorState(name, tensor.dtype, shape, read, checksum)
 
     def _fold(
         self, ref: Ref, below: SealedState | None, readers: Sequence[PublicationReader]
@@ -135,13 +155,11 @@ class Loader:
         known: dict[str, Checksum] | None = None
         if below is not None:
             known = {name: state.checksum for name, state in below.tensors.items()}
-        held: dict[str, TensorState] = {}
+        held = dict(below.tensors) if below is not None else {}
 
         def keep(tensor: RebuiltTensor) -> None:
-            untouched = below.tensors.get(tensor.name) if below and not tensor.changed else None
-            data = untouched.data if untouched is not None else memoryview(bytes(tensor.data))
             held[tensor.name] = TensorState(
-                tensor.name, tensor.dtype, tensor.shape, data, tensor.checksum
+                tensor.name, tensor.dtype, tensor.shape, tensor.data, tensor.checksum
             )
 
         rebuild(
@@ -150,7 +168,7 @@ class Loader:
             on_tensor=keep,
             threads=self.threads,
             base_checksums=known,
-            everything=True,
+            everything=below is None,
         )
         anchor = readers[0].checkpoint
         side_files = _side_files(anchor) if anchor else below.side_files if below else None

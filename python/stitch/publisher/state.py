@@ -7,7 +7,7 @@ store does not hold: the failed one's changes go over to its successors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from stitch.checksum import Checksum, model_digest, model_digest_updated, tensor_term
@@ -37,18 +37,27 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorState:
-    """One canonical tensor: its bytes (never written again) and additive checksum."""
+    """One canonical tensor: its bytes (never written again) and additive checksum.
+
+    `stored`: the bytes, or how to read and check them, each time anew, for a tensor that stays in
+    the base's files.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview
+    stored: memoryview | Callable[[], memoryview]
     checksum: Checksum
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes. Raises: Unavailable if the file they lie in changed; OSError."""
+        return self.stored if isinstance(self.stored, memoryview) else self.stored()
 
     @property
     def nbytes(self) -> int:
         """Length in bytes."""
-        return self.data.nbytes
+        return nbytes_of(self.dtype, self.shape)
 
     @property
     def facts(self) -> TensorFacts:
