@@ -187,13 +187,15 @@ def _read_images(service: Service, path: Path) -> list[tuple[str, torch.Tensor]]
         for name, stored in checkpoint.tensors.items():
             weights.canonical(name, stored.dtype, stored.shape)
             for twin in weights.twins(name):
-                if twin in checkpoint.tensors and checkpoint.view(twin) != checkpoint.view(name):
+                if twin == name or twin not in checkpoint.tensors:
+                    continue
+                if checkpoint.read(twin) != checkpoint.read(name):
                     raise Mismatch(f"{name} and {twin} are tied but differ", tensor=name)
         covered = {weights.aliases.get(name, name) for name in checkpoint.tensors}
         missing = sorted(set(weights.tensors) - covered)
         if missing:
             raise Mismatch(f"{path} lacks tensor {missing[0]}", tensor=missing[0])
-        return [(name, weights.image(name, checkpoint.view(name))) for name in checkpoint.tensors]
+        return [(name, weights.image(name, checkpoint.read(name))) for name in checkpoint.tensors]
 
 
 async def _pause(service: Service, mode: ActivationMode) -> int:

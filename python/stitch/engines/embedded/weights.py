@@ -86,13 +86,13 @@ class LiveWeights:
     def _load(self, checkpoint: Checkpoint) -> None:
         for name in self.tensors:
             tensor = self.canonical(name, self.tensors[name].dtype, self.tensors[name].shape)
-            view = checkpoint.view(name)
+            data = checkpoint.read(name)
             first = next(n for n in self._twins[name] if n in self.tensors)
-            if first != name and checkpoint.view(first) != view:
+            if first != name and checkpoint.read(first) != data:
                 raise InvalidInput(
                     f"{checkpoint.directory}: {name} and {first} are tied but their bytes differ"
                 )
-            self.write([(name, widen(view, tensor.dtype, self._live[name].dtype))])
+            self.write([(name, widen(data, tensor.dtype, self._live[name].dtype))])
 
     def canonical(self, name: str, dtype: str, shape: Iterable[int]) -> CanonicalTensor:
         """The held tensor of that name, if dtype and shape agree. Raises: Mismatch."""
