@@ -189,6 +189,18 @@ def test_a_folder_that_is_no_run_is_a_problem_of_its_own(
     assert call(capsys, "verify", store)[0] == 1
 
 
+@pytest.mark.parametrize("link", ["updates", "runs", "runs/run-s", "updates/weight_v000003"])
+def test_a_link_that_leads_out_is_one_problem(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], link: str
+) -> None:
+    (store / link).rename(tmp_path / "outside")
+    (store / link).symlink_to(tmp_path / "outside")
+    code, text = call(capsys, "show", store)
+    assert code == 0
+    assert "weight_v000007" in text or link == "runs"
+    assert "by a link" in text
+
+
 def test_usage(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["store", "show", str(tmp_path / "nowhere")]) == 2
     assert main(["store", "show", "s3://bucket"]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,6 +148,40 @@ async def test_links_that_leave_the_root_are_not_followed(tmp_path: Path) -> Non
     with pytest.raises(InvalidInput, match="link"):
         await store.begin("runs/a/weight_v000001", attempt="aa")
     assert [path.name for path in outside.iterdir()] == ["secret"]
+
+
+async def test_a_listing_follows_no_link_that_leads_out_or_round(tmp_path: Path) -> None:
+    root, outside = tmp_path / "store", tmp_path / "outside"
+    (root / "runs" / "a").mkdir(parents=True)
+    (root / "runs" / "a" / "run.json").write_text("{}")
+    outside.mkdir()
+    (outside / "secret").write_text("x")
+    (root / "runs" / "b").symlink_to(outside)
+    (root / "runs" / "a" / "one").symlink_to(outside / "secret")
+    (root / "runs" / "a" / "up").symlink_to("..")
+    (root / "runs" / "a" / "self").symlink_to("self")
+    (root / "runs" / "c").symlink_to("a")
+    store = open_store(str(root))
+    records = ["runs/a/run.json", "runs/c/run.json"]
+    for prefix in ("", "runs"):
+        found = await store.list(prefix)
+        assert [key for key in found if key.endswith("json")] == records
+        assert {"runs/b", "runs/a/one"} < set(found)
+        assert not any("secret" in key or "/up" in key for key in found)
+    with pytest.raises(InvalidInput, match="link"):
+        await store.list("runs/b")
+
+
+async def test_leases_that_cannot_be_read_hide_no_others(tmp_path: Path) -> None:
+    leases = tmp_path / "leases"
+    (leases / "folder").mkdir(parents=True)
+    (leases / "good").write_bytes(b"{}")
+    (leases / "huge").write_bytes(bytes(2**16 + 1))
+    (leases / "not a lease").write_bytes(b"x")
+    os.mkfifo(leases / "pipe")
+    store = open_store(str(tmp_path))
+    want = {"folder": b"", "good": b"{}", "huge": b"", "pipe": b""}
+    assert await store.read_leases() == want
 
 
 async def test_a_root_that_is_itself_a_link_is_fine(tmp_path: Path) -> None:

@@ -74,8 +74,22 @@ ABSENT = "a/weight_v000009"
         "a/weight_v000001",
         "/",
         "-1",
+        "4",
+        "weight_v000004",
     ],
-    ids=["empty", "NUL", "half", "digits", "junk", "absent", "back", "slash", "minus"],
+    ids=[
+        "empty",
+        "NUL",
+        "half",
+        "digits",
+        "junk",
+        "absent",
+        "back",
+        "slash",
+        "minus",
+        "bare",
+        "name",
+    ],
 )
 def test_a_pointer_that_cannot_be_taken_is_tried_again(cells: Cells, bad: str) -> None:
     """Never `no version`, never version 0: the next read decides."""

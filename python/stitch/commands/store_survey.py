@@ -13,7 +13,7 @@ from stitch.errors import CorruptData, InvalidInput, NotVisibleYet, StitchError,
 from stitch.format.checkpoint import LONE_FILE_NAME, Checkpoint
 from stitch.format.publication import PublicationReader
 from stitch.format.rebuild import rebuild
-from stitch.format.records import version_prefix
+from stitch.format.records import FIRST_UPDATES_DIR, version_prefix
 from stitch.format.shards import INDEX_NAME
 from stitch.format.wire import RunRecord
 from stitch.stores import Store
@@ -95,34 +95,48 @@ async def survey(store: Store, env: Env) -> StoreSurvey:
         await resolve_pointer(store, None, env=env, deadline_s=0)
     except (CorruptData, NotVisibleYet) as error:
         found.problems.append(Problem.of("latest", error))
-    for run_id in await _run_ids(store, found.pointer):
+    for run_id in await _run_ids(store, found):
         try:
             Ref(run_id, 0)
             known = await load_run(store, run_id)
             record = known if known is not None else await record_of(store, run_id)
+            versions = await _versions(store, record)
         except (CorruptData, InvalidInput, Unsupported) as error:
             found.problems.append(Problem.of(f"runs/{run_id}", error))
             continue
         run = RunSurvey(run_id, record, known is None)
-        for version in await _versions(store, record):
+        for version in versions:
             await _describe(store, run, version)
         found.runs.append(run)
     return found
 
 
-async def _run_ids(store: Store, pointer: Ref | None) -> list[str]:
-    parts = [key.split("/") for key in await store.list("runs")]
+async def _run_ids(store: Store, survey: StoreSurvey) -> list[str]:
+    parts = [key.split("/") for key in await _listed(store, "runs", survey)]
     found = {key[1] for key in parts if len(key) == 3 and key[2] == "run.json"}
+    for lone in ("/".join(key) for key in parts if len(key) == 2):
+        try:
+            await store.stat(lone)
+        except InvalidInput as error:
+            survey.problems.append(Problem.of(lone, error))
     claimed = {
         record.updates_dir
         for record in [await _record_or_none(store, run_id) for run_id in sorted(found)]
         if record is not None
     }
-    if pointer is not None:
-        found.add(pointer.run_id)
-    elif "updates" not in claimed and await store.list("updates"):
+    if survey.pointer is not None:
+        found.add(survey.pointer.run_id)
+    elif FIRST_UPDATES_DIR not in claimed and await _listed(store, FIRST_UPDATES_DIR, survey):
         found.add(BARE_RUN_ID)
     return sorted(found)
+
+
+async def _listed(store: Store, prefix: str, survey: StoreSurvey) -> Sequence[str]:
+    try:
+        return await store.list(prefix)
+    except InvalidInput as error:
+        survey.problems.append(Problem.of(prefix, error))
+        return []
 
 
 async def _record_or_none(store: Store, run_id: str) -> RunRecord | None:
@@ -144,8 +158,8 @@ async def _versions(store: Store, record: RunRecord) -> list[int]:
 
 async def _describe(store: Store, run: RunSurvey, version: int) -> None:
     prefix = version_prefix(run.record, version)
-    lone = await store.stat(f"{prefix}/{LONE_FILE_NAME}")
     try:
+        lone = await store.stat(f"{prefix}/{LONE_FILE_NAME}")
         if lone is not None and await store.stat(f"{prefix}/{INDEX_NAME}") is None:
             run.versions.append(
                 VersionSurvey(version, "anchor", None, None, None, 0, 1, lone.size, True, None)

@@ -170,7 +170,11 @@ class Store(Protocol):
         ...
 
     async def list(self, prefix: str) -> Sequence[str]:
-        """Keys under `prefix`, sorted. Sealed directories and plain objects only. Never hot."""
+        """Keys under `prefix`, sorted. Sealed directories and plain objects only. Never hot.
+
+        A link that leads out of the store is one key, whatever is behind it, and reading it is
+        InvalidInput; so is a `prefix` that leads out.
+        """
         ...
 
     async def delete(self, key: str) -> None:
@@ -199,7 +203,8 @@ class Store(Protocol):
         ...
 
     async def read_leases(self) -> dict[str, bytes]:
-        """All leases by name."""
+        """All leases by name. One that cannot be read, or is larger than a lease may be, is there
+        with no bytes: somebody holds it, and what it names is not known."""
         ...
 
     async def drop_lease(self, name: str) -> None:

@@ -180,9 +180,11 @@ class LocalStore:
         """Walk the directory `prefix`; the pointer, leases and unfinished writes are left out."""
         check_key(prefix, empty_allowed=True)
 
-        return await self.run(
-            lambda: sorted(_walk(self.files, self.path(prefix) if prefix else self.root, prefix))
-        )
+        def work() -> list[str]:
+            start = self.files.resolve(self.path(prefix) if prefix else self.root)
+            return sorted(_walk(self.files, self.files.resolve(self.root), (start,), prefix))
+
+        return await self.run(work)
 
     async def delete(self, key: str) -> None:
         """Unlink. A deletion that a crash undoes does no harm, so it is not synced."""
@@ -253,18 +255,20 @@ class LocalStore:
         await self.locked(lambda: self.durable.replace(path, data, self.env.random.nonce()))
 
     async def read_leases(self) -> dict[str, bytes]:
-        """All leases; one dropped meanwhile is left out."""
+        """All leases; one dropped meanwhile is left out, and files that are no lease."""
 
         def work() -> dict[str, bytes]:
             directory = self.root / _LEASES
+            buffer = memoryview(bytearray(_LEASE_BYTES_MAX + 1))
             found = {}
             for name in self.files.names(directory):
-                if name.startswith("."):
-                    continue
                 try:
-                    found[name] = self.files.read(directory / name)
-                except FileNotFoundError:
+                    count = self.files.read_into(directory / check_lease_name(name), 0, buffer)
+                except (FileNotFoundError, InvalidInput):
                     continue
+                except OSError:
+                    count = 0
+                found[name] = bytes(buffer[:count]) if count <= _LEASE_BYTES_MAX else b""
             return found
 
         return await self.run(work)
@@ -340,13 +344,17 @@ class LocalStore:
             pause = min(2 * pause, pause_max)
 
 
-def _walk(files: Files, directory: Path, prefix: str) -> Iterator[str]:
-    for name in files.names(directory):
+def _walk(files: Files, root: Path, above: tuple[Path, ...], prefix: str) -> Iterator[str]:
+    """Keys below the last of `above`: resolved directories, each found in the one before it."""
+    for name in files.names(above[-1]):
         key = f"{prefix}/{name}" if prefix else name
         if name.startswith(RESERVED_PREFIX) or key in {_POINTER, _LEASES, _LOCK}:
             continue
-        if files.is_directory(directory / name):
-            yield from _walk(files, directory / name, key)
+        path = files.resolve(above[-1] / name)
+        if path in above:
+            continue  # a link to what is above it
+        if path.is_relative_to(root) and files.is_directory(path):
+            yield from _walk(files, root, (*above, path), key)
         else:
             yield key
 

@@ -67,7 +67,8 @@ async def resolve_pointer(
     """The pointer, once it parses fully, resolves, and is no step back from `seen`.
 
     Args:
-        seen: the last pointer that this reader took, or None if it never took one.
+        seen: the last pointer that this reader took, or None if it never took one. After one that
+            names a run, a bare number is no pointer.
         deadline_s: how long a pointer that does not qualify is read again before giving up;
             0 reads once.
     Returns: None if no run is claimed, which counts only while `seen` is None.
@@ -98,6 +99,8 @@ async def _read_once(store: Store, seen: Ref | None) -> Ref | None:
         return None
     if ref == seen:
         return ref
+    if seen is not None and seen.run_id != BARE_RUN_ID and "/" not in found.text:
+        raise NotVisibleYet(f"the pointer is a bare number; it named {seen} before")
     if seen is not None and ref.run_id == seen.run_id and ref.version < seen.version:
         raise NotVisibleYet(f"the pointer names {ref}, a step back from {seen}")
     record = await record_of(store, ref.run_id)
