@@ -235,6 +235,20 @@ def test_nothing_outlives_the_owner(model: Path, tmp_path: Path, how: str) -> No
     until(lambda: not any(path.exists() for path in directories), 20)
 
 
+def test_an_older_pools_log_does_not_tell_where_this_one_listens(
+    model: Path, tmp_path: Path, clean: None
+) -> None:
+    """Logs are appended to: the first address in a kept log was taken, whoever has it now."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "gateway.log").write_text("listening http://127.0.0.1:1\n")
+    with LocalPool(
+        model, store=tmp_path / "store", replicas=1, run_id=RUN, log_dir=logs, ready_s=60
+    ) as pool:
+        assert pool.url != "http://127.0.0.1:1"
+    assert (logs / "gateway.log").read_text().count("listening") == 2
+
+
 def test_too_few_ready_says_how_many_and_why(tmp_path: Path, clean: None) -> None:
     (tmp_path / "model").mkdir()
     pool = LocalPool(tmp_path / "model", store=tmp_path / "store", replicas=2, run_id=RUN)

@@ -325,7 +325,7 @@ class LocalPool:
         def healthy() -> bool:
             if gateway.exit_code is not None:
                 return True
-            self._gateway_url = self._gateway_url or _listening(gateway.log_path)
+            self._gateway_url = self._gateway_url or _listening(gateway)
             found = probe(self._gateway_url, "/health") if self._gateway_url else None
             return found is not None and found[0] == 200
 
@@ -396,10 +396,11 @@ def _store_url(store: Store | Path | str) -> str:
     return store.url
 
 
-def _listening(log_path: Path) -> str:
+def _listening(child: Child) -> str:
     """The base URL of the line `listening URL`, once the process has written it."""
     try:
-        lines = log_path.read_text("utf-8", "replace").splitlines()
+        said = child.log_path.read_bytes()[child.log_start :]
     except OSError:
         return ""
+    lines = said.decode("utf-8", "replace").splitlines()
     return next((line.split()[1] for line in lines if line.startswith("listening http")), "")

@@ -23,11 +23,12 @@ _TAIL_BYTES: Final = 16 * 1024
 
 @dataclass(slots=True)
 class Child:
-    """One process and where its output goes."""
+    """One process and where its output goes: to the end of a log, from `log_start` on."""
 
     name: str
     process: subprocess.Popen[bytes]
     log_path: Path
+    log_start: int
 
     @property
     def pid(self) -> int:
@@ -87,6 +88,7 @@ def _start(
 ) -> Child:
     launch = [sys.executable, "-I", "-S", str(_HERE / "launch.py"), str(os.getpid())]
     with log_path.open("ab") as log:
+        log_start = log.tell()
         process = subprocess.Popen(
             [*launch, *command],
             stdin=subprocess.DEVNULL,
@@ -95,7 +97,7 @@ def _start(
             env={**os.environ, **environment},
             start_new_session=True,
         )
-    return Child(name, process, log_path)
+    return Child(name, process, log_path, log_start)
 
 
 class Warden:
