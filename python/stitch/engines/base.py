@@ -119,8 +119,9 @@ class RankOrder:
     verify with scope="full", label, state and discard need no stage. Only a
     `discard` of an incarnation never seen binds a rank to it: stage forgotten, label unknown, a
     former incarnation refused for ever. A rank that was never bound takes nothing else but
-    `state`, so an engine that restarted in mid-activation is not mistaken for the old one. `code` is `refused` for a wrong incarnation or step, `stale` for an old attempt,
-    `mismatch` for tensors that do not fit the live storages, `failed` for all else.
+    `state`, so an engine that restarted in mid-activation is not mistaken for the old one.
+    `code` is `refused` for a wrong incarnation or step, `stale` for an old attempt, `mismatch`
+    for tensors that do not fit the live storages, `failed` for all else.
 
     op:
         stage    map and check `tensors` (names, dtypes, shapes against live storages), and
