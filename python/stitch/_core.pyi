@@ -86,4 +86,3 @@ def parse_safetensors_header(
 
 def header_size(first8: Buffer, file_size: int) -> int:
     """8 + header length, checked against file_size and the 100 MiB limit."""
-
