@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +20,9 @@ _refused: list[str] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def report() -> Iterator[None]:
+def report(say: Callable[[str], None]) -> Iterator[None]:
     yield
-    print(f"\nmaterialize refused {len(_refused)} of {len(ALL)} damages")
+    say(f"materialize refused {len(_refused)} of {len(ALL)} damages")
 
 
 @pytest.fixture(scope="module")

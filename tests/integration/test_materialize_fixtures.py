@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,9 @@ def cases() -> list[tuple[Path, int, int, str]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def report() -> object:
+def report(say: Callable[[str], None]) -> Iterator[None]:
     yield
-    print(f"\nmaterialize: {_checked['tensors']} tensors of {_checked['versions']} versions match")
+    say(f"materialize: {_checked['tensors']} tensors of {_checked['versions']} versions match")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,9 @@ async def check_pointer(root: Path) -> Ref | None:
 
 
 @pytest.mark.slow
-async def test_kills_in_every_phase_lose_and_change_nothing(tmp_path: Path) -> None:
+async def test_kills_in_every_phase_lose_and_change_nothing(
+    tmp_path: Path, say: Callable[[str], None]
+) -> None:
     CONTEXT.set_forkserver_preload(["stitch.testing.publisher_process"])
     root = tmp_path / "store"
     digests: dict[str, str] = {}
@@ -102,6 +105,8 @@ async def test_kills_in_every_phase_lose_and_change_nothing(tmp_path: Path) -> N
             changed = [name for name, digest in digests.items() if now.get(name) != digest]
             assert not changed, f"a kill at {said!r} changed {changed}"
             digests = now
+    counts = ", ".join(f"{phase.value} {count}" for phase, count in killed.items())
+    say(f"publisher: SIGKILLs by phase: {counts}")
     assert min(killed[phase] for phase in PublishPhase) >= KILLS_PER_PHASE
     assert moments >= MOMENTS, f"no kill came at {sorted(MOMENTS - moments)}"
     assert run_and_kill(root, None, 0) == "done"
