@@ -23,6 +23,7 @@ from stitch.format.wire import (
 from stitch.types import Ref, version_name
 
 __all__ = [
+    "FIRST_RUN_KEY",
     "FIRST_UPDATES_DIR",
     "RUN_RECORD_SIZE_MAX",
     "encode_run_record",
@@ -35,6 +36,9 @@ __all__ = [
 ]
 
 FIRST_UPDATES_DIR: Final = "updates"
+# Holds the id of the run that may have `updates`: create-only, so that of runs claimed at once
+# only one gets it. No run can have this name.
+FIRST_RUN_KEY: Final = "runs/.first"
 RUN_RECORD_SIZE_MAX: Final = 64 * 1024
 
 

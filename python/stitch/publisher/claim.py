@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from stitch.env import Env
 from stitch.errors import Conflict, CorruptData, InvalidInput, NotVisibleYet, StitchError
 from stitch.format.records import (
+    FIRST_RUN_KEY,
     FIRST_UPDATES_DIR,
+    RUN_RECORD_SIZE_MAX,
     encode_run_record,
     new_run_record,
     run_record_key,
@@ -56,7 +58,7 @@ async def claim(store: Store, request: ClaimRequest, loader: Loader, env: Env) -
         state = await loader.base_state(boot)
     record = new_run_record(
         request.run_id,
-        first=await _is_first(store, pointer),
+        first=await _takes_first(store, pointer, request.run_id),
         boot_version=boot_version,
         base_digest=state.model_digest if state is not None else None,
         writer=env.random.nonce(),
@@ -68,11 +70,15 @@ async def claim(store: Store, request: ClaimRequest, loader: Loader, env: Env) -
     return await _point_to_boot(store, record, pointer, _at(boot, state))
 
 
-async def _is_first(store: Store, pointer: PointerRead) -> bool:
-    """Whether `updates/` is free for this run: no pointer, no other run, no foreign versions."""
-    if pointer.text.strip():
+async def _takes_first(store: Store, pointer: PointerRead, run_id: str) -> bool:
+    """Take `updates/` for this run if it is free: no pointer, no other run, no foreign versions,
+    and no other run that is being claimed at this moment."""
+    others = [key for key in await store.list("runs") if key != FIRST_RUN_KEY]
+    if pointer.text.strip() or others or await store.list(FIRST_UPDATES_DIR):
         return False
-    return not await store.list("runs") and not await store.list(FIRST_UPDATES_DIR)
+    if await store.create(FIRST_RUN_KEY, run_id.encode()):
+        return True
+    return await store.read(FIRST_RUN_KEY, size_max=RUN_RECORD_SIZE_MAX) == run_id.encode()
 
 
 def _at(boot: Ref, state: SealedState | None) -> SealedState:
