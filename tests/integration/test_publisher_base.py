@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stitch.commands.store_survey import survey
 from stitch.env import Env
 from stitch.errors import Conflict, InvalidInput, Unavailable
 from stitch.format.checkpoint import Checkpoint
 from stitch.format.publication import PublicationReader
 from stitch.format.rebuild import RebuiltTensor, rebuild
+from stitch.format.records import FIRST_RUN_KEY
 from stitch.format.tensors import RawTensor
 from stitch.publisher import Publisher
 from stitch.publisher.lineage import Loader
 from stitch.stores import Store, open_store
 from stitch.stores.base import INDEX_NAME
-from stitch.stores.versions import load_run
+from stitch.stores.versions import load_run, record_of
 from stitch.testing.memory_store import Cells, MemoryStore
 from stitch.testing.publisher_suite import WAIT_S, WakeCounter, model, state_of
 from stitch.testing.watched_store import watched
@@ -272,6 +276,90 @@ def test_two_first_claims_do_not_share_a_folder(tmp_path: Path) -> None:
         pytest.raises(Conflict, match="superseded"),
     ):
         one.publish(model(2))
+
+
+class ClaimsBetween(MemoryStore):
+    """While one run's record is about to be written, another run is claimed in full."""
+
+    async def create(self, key: str, data: bytes) -> bool:
+        if key == "runs/one/run.json":
+            with Publisher(MemoryStore(self.cells), run_id="two") as two:
+                await asyncio.to_thread(two.publish(model(1)).wait, WAIT_S)
+        return await super().create(key, data)
+
+
+def test_claims_at_once_do_not_share_a_folder() -> None:
+    cells = Cells()
+    with Publisher(ClaimsBetween(cells), run_id="one") as one, pytest.raises(Conflict):
+        one.claim()
+    store = MemoryStore(cells)
+    folders = {asyncio.run(record_of(store, run_id)).updates_dir for run_id in ("one", "two")}
+    assert len(folders) == 2
+    found = asyncio.run(survey(store, Env()))
+    assert not found.problems
+    assert not any(run.problems for run in found.runs)
+
+
+def test_a_run_that_died_while_claiming_gets_the_first_folder_when_it_returns() -> None:
+    store = MemoryStore()
+    asyncio.run(store.create(FIRST_RUN_KEY, b"one"))
+    with Publisher(store, run_id="one") as one:
+        one.claim()
+    assert asyncio.run(record_of(store, "one")).updates_dir == "updates"
+
+
+@pytest.mark.parametrize("way", ["retry", "close", "next"])
+def test_a_pointer_that_could_not_move_moves_later(way: str) -> None:
+    """A disk that is full at the swap leaves a sealed version that nobody may be left without."""
+    watcher, store = watched(MemoryStore())
+    with Publisher(store, run_id="a") as publisher:
+        publisher.publish(model()).wait(WAIT_S)
+        watcher.fail_next("swap_pointer", Unavailable("full"))
+        with pytest.raises(Unavailable, match="full"):
+            publisher.publish(model(1)).wait(WAIT_S)
+        assert asyncio.run(store.read_pointer()).text == "a/weight_v000001"
+        if way == "retry":
+            assert not publisher.publish(model(1), version=2).wait(WAIT_S).created
+        if way == "next":
+            publisher.publish(model(1)).wait(WAIT_S)
+        if way != "close":
+            wanted = {"retry": "a/weight_v000002", "next": "a/weight_v000003"}[way]
+            assert asyncio.run(store.read_pointer()).text == wanted
+    if way == "close":
+        assert asyncio.run(store.read_pointer()).text == "a/weight_v000002"
+
+
+@pytest.mark.parametrize("rebase", [False, True])
+def test_a_model_without_tensors_is_refused(rebase: bool) -> None:
+    store = MemoryStore()
+    with Publisher(store, run_id="a") as publisher:
+        if rebase:
+            publisher.publish(model()).wait(WAIT_S)
+        with pytest.raises(InvalidInput, match="no tensors"):
+            publisher.publish({}, rebase=rebase).wait(WAIT_S)
+        publisher.publish(model(1)).wait(WAIT_S)
+
+
+def test_a_process_that_ends_without_closing_says_what_is_lost(tmp_path: Path) -> None:
+    script = """
+import sys, threading
+import numpy as np
+from stitch import Publisher, open_store
+from stitch.testing.watched_store import watched
+watcher, store = watched(open_store(sys.argv[1]))
+publisher = Publisher(store, run_id="a")
+publisher.publish({"w": np.zeros(3)}).wait()
+watcher.gate.clear()
+publisher.publish({"w": np.ones(3)})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "ended before a/weight_v000002 was published" in done.stderr
 
 
 def test_a_fork_of_a_fork_goes_on_after_a_restart(tmp_path: Path) -> None:

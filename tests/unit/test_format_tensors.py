@@ -113,6 +113,12 @@ def test_names_that_no_header_carries(name: str) -> None:
         as_raw_tensors({name: np.zeros(1, np.float32)})
 
 
+@pytest.mark.parametrize("tensors", [None, [1], {1: np.zeros(1), "a": np.zeros(1)}])
+def test_what_is_no_mapping_from_names(tensors: Any) -> None:
+    with pytest.raises(InvalidInput):
+        as_raw_tensors(tensors)
+
+
 def test_sizes() -> None:
     assert nbytes_of("F4", (3, 2)) == 3
     assert nbytes_of("F6_E2M3", (4,)) == 3

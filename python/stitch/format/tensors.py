@@ -75,9 +75,15 @@ def as_raw_tensors(tensors: Mapping[str, Any]) -> list[RawTensor]:
         order, a tensor without bytes (meta, sparse, quantized, distributed), a bad name, or a
         RawTensor whose dtype and shape do not give its length.
     """
+    if not isinstance(tensors, Mapping):
+        raise InvalidInput(
+            f"tensors are a {type(tensors).__name__}; give a mapping from name to tensor",
+            param="tensors",
+        )
+    for name in tensors:
+        check_tensor_name(name)
     found = []
     for name in sorted(tensors):
-        check_tensor_name(name)
         value = tensors[name]
         if isinstance(value, RawTensor):
             raw = value

@@ -105,6 +105,13 @@ class Pipeline:
             self._absorb(job, after, offers, outcome)
         return outcome
 
+    async def settle(self) -> None:
+        """At the end: point to what is sealed, if the pointer could not be moved at the time."""
+        session = self.session
+        behind = session.pointer.version < session.sealed.ref.version
+        if self.ranks.rank == 0 and behind and session.fence is None:
+            await self.move_pointer(session.sealed.ref)
+
     # Offer and plan
 
     def _offer(self, job: Job, after: dict[str, TensorState]) -> Offer:
@@ -153,6 +160,8 @@ class Pipeline:
         kind = self._kind(ref, offers, changed)
         if kind is Kind.ANCHOR and not replaces:
             self._check_whole(offers)
+        if replaces and not changed:
+            raise InvalidInput("no tensors were given, and a model has at least one")
         attempt = self.env.random.nonce()
         equal = await equal_manifest(session, ref, target_digest=target, changed=changed)
         if equal is not None:
@@ -261,7 +270,7 @@ class Pipeline:
             )
         error = None
         try:
-            if not plan.retry:
+            if not plan.retry or self.session.pointer.version < ref.version:
                 await self.move_pointer(ref)
         except StitchError as failure:
             error = failure

@@ -7,8 +7,12 @@ since it is the one public class and a third of it says what its options and cal
 
 from __future__ import annotations
 
+import atexit
+import functools
+import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,6 +42,8 @@ from stitch.stores.base import Store
 from stitch.types import VERSION_MAX, Kind, Ref
 
 __all__ = ["Publisher"]
+
+log = logging.getLogger(__name__)
 
 _IN_FLIGHT_MAX: Final = 2
 _RANK_S_MAX: Final = 1800.0
@@ -114,6 +120,7 @@ class Publisher:
             cache_dir=self._cache_dir,
             threads=self._threads,
         )
+        self._on_exit = functools.partial(_warn_of_loss, weakref.ref(self))
         self._run_id = run_id
         self._in_flight_max = in_flight_max
         self._slots = threading.BoundedSemaphore(in_flight_max)
@@ -124,6 +131,7 @@ class Publisher:
         self._worker: Worker | None = None
         # The newest publication, which the next one is encoded on, and the number it has.
         self._head: Layer | None = None
+        self._newest: Publication | None = None
         self._issued = -1
         self._closed = False
 
@@ -157,6 +165,7 @@ class Publisher:
             self._issued = session.sealed.ref.version
             pipeline = self.pipeline_class(session, self._ranks, self._env, self._options)
             self._worker = self._loop.run(self._start(pipeline))
+            atexit.register(self._on_exit)
         return self._session
 
     async def _start(self, pipeline: Pipeline) -> Worker:
@@ -240,6 +249,7 @@ class Publisher:
             if number > self._issued:
                 self._head, self._issued = job.layer, number
             assert self._worker is not None
+            self._newest = job.publication
             self._loop.run(self._worker.enqueue(job))
             if job.error is not None:
                 raise job.error
@@ -367,6 +377,7 @@ class Publisher:
             if self._closed:
                 return
             self._closed = True
+            atexit.unregister(self._on_exit)
             try:
                 if self._worker is not None:
                     self._loop.run(self._worker.drain())
@@ -387,6 +398,16 @@ class Publisher:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _warn_of_loss(reference: weakref.ref[Publisher]) -> None:
+    """At the end of a process that did not close its publisher: by now nothing can be written."""
+    publisher = reference()
+    newest = publisher._newest if publisher is not None else None
+    if newest is not None and (not newest.done() or newest.error is not None):
+        log.warning(
+            "the process ended before %s was published: close the publisher, or wait()", newest.ref
+        )
 
 
 def _same_model(one: SealedState, other: SealedState) -> bool:

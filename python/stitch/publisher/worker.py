@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from stitch.env import Env
-from stitch.errors import Unavailable
+from stitch.errors import StitchError, Unavailable
 from stitch.pools.base import Pool
 from stitch.publisher.job import Job
 from stitch.publisher.pipeline import Pipeline
@@ -44,6 +44,10 @@ class Worker:
         """Run what is queued, then end."""
         self._queue.put_nowait(None)
         await self._jobs
+        try:
+            await self._pipeline.settle()
+        except StitchError as error:
+            log.warning("the pointer stays behind", extra={"reason": error.message[:500]})
         if self._wakes is not None:
             while self._moved.is_set() or self._waking:
                 await self._env.clock.sleep(0.005)
