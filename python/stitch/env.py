@@ -268,7 +268,7 @@ class OsFiles:
 
     def names(self, path: Path) -> list[str]:
         try:
-            return sorted(entry.name for entry in path.iterdir())
+            return sorted(os.listdir(path))  # noqa: PTH208 - iterdir makes a Path of each name
         except (FileNotFoundError, NotADirectoryError):
             return []
 

@@ -114,9 +114,9 @@ def test_names_that_no_header_carries(name: str) -> None:
 
 
 @pytest.mark.parametrize("tensors", [None, [1], {1: np.zeros(1), "a": np.zeros(1)}])
-def test_what_is_no_mapping_from_names(tensors: Any) -> None:
+def test_what_is_no_mapping_from_names(tensors: object) -> None:
     with pytest.raises(InvalidInput):
-        as_raw_tensors(tensors)
+        as_raw_tensors(tensors)  # type: ignore[arg-type]
 
 
 def test_sizes() -> None:

@@ -228,9 +228,9 @@ class LocalStore:
     def _remove_orphans(self, directory: Path, *, keep: str) -> None:
         # A living attempt holds its directory's lock; beginning one is under the root's lock.
         for name in self.files.names(directory):
-            path = directory / name
             if not name.startswith(RESERVED_PREFIX) or name == keep:
                 continue
+            path = directory / name
             if not self.files.is_directory(path):
                 continue
             release = self.files.try_lock(path)
