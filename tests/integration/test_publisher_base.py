@@ -17,7 +17,7 @@ import pytest
 
 from stitch.commands.store_survey import survey
 from stitch.env import Env
-from stitch.errors import Conflict, InvalidInput, Unavailable
+from stitch.errors import Conflict, CorruptData, InvalidInput, Unavailable
 from stitch.format.checkpoint import Checkpoint
 from stitch.format.publication import PublicationReader
 from stitch.format.rebuild import RebuiltTensor, rebuild
@@ -236,6 +236,27 @@ def test_publish_blocks_at_the_limit_and_goes_on(tmp_path: Path) -> None:
         watcher.gate.set()
         thread.join(WAIT_S)
         assert [p.wait(WAIT_S).ref.version for p in publications] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("lost", [b"", b" \n", None])
+def test_a_lost_pointer_never_goes_back_to_the_boot_version(
+    tmp_path: Path, lost: bytes | None
+) -> None:
+    with Publisher(str(tmp_path), run_id="a") as publisher:
+        publisher.publish(model()).wait(WAIT_S)
+    latest = tmp_path / "latest"
+    latest.unlink()
+    if lost is not None:
+        latest.write_bytes(lost)
+    with (
+        Publisher(str(tmp_path), run_id="a") as publisher,
+        pytest.raises(CorruptData, match="put back"),
+    ):
+        publisher.claim()
+    assert (latest.read_bytes() if latest.exists() else None) == lost
+    latest.write_text("a/weight_v000001")
+    with Publisher(str(tmp_path), run_id="a") as publisher:
+        assert publisher.publish(model(1)).wait(WAIT_S).ref == Ref("a", 2)
 
 
 def test_closing_finishes_what_is_under_way(tmp_path: Path) -> None:

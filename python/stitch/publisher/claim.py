@@ -42,8 +42,8 @@ async def claim(store: Store, request: ClaimRequest, loader: Loader, env: Env) -
     """Claim the run and point to it, or find our place in it again.
 
     Safe to repeat: an existing claim of the same run is resumed at the pointer, whose durability
-    is repeated. Raises: Conflict if the pointer belongs to another run meanwhile;
-    InvalidInput if the request does not fit the run that is there.
+    is repeated. Raises: Conflict if the pointer belongs to another run meanwhile; CorruptData if
+    the pointer was lost; InvalidInput if the request does not fit the run that is there.
     """
     pointer = await store.read_pointer()
     record = await load_run(store, request.run_id)
@@ -123,8 +123,15 @@ async def _resume(
     await store.create(run_record_key(record.run_id), encode_run_record(record))
     ref = parse_stored_pointer(pointer.text)
     if ref is None or ref.run_id != record.run_id:
-        if ref is not None and await store.list(record.updates_dir):
+        published = await store.list(record.updates_dir)
+        if published and ref is not None:
             raise fenced(f"run {record.run_id} was superseded: the pointer names {ref}")
+        if published:
+            raise CorruptData(
+                f"the store's pointer is empty or gone, but run {record.run_id} has versions: put "
+                "back what it named, or the newest version that a replica serves",
+                run_id=record.run_id,
+            )
         # Claimed, but the writer died before it could point to the run.
         state = await _state_or_none(loader, record, record.boot_version)
         boot = Ref(record.run_id, record.boot_version)
