@@ -16,6 +16,10 @@ from stitch.http.limits import UpstreamLimits
 __all__ = ["UpstreamConnection"]
 
 _STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\r\n]*)?(?=\r\n)")
+# What may be passed on as it is: a bare CR or LF, a folded line or a line without a name could be
+# read as something else by the next hop.
+_CLEAN: Final = re.compile(rb"[^\r\n\0]+\r\n(?:[!-9;-~]+:[^\r\n\0]*\r\n)*")
+_LENGTH_DIGITS_MAX: Final = 18
 _SPECIAL: Final = re.compile(
     rb"\r\n(connection|content-length|content-type|keep-alive|proxy-authenticate|"
     rb"proxy-connection|te|trailer|transfer-encoding|upgrade)[ \t]*:[ \t]*([^\r\n]*)",
@@ -186,7 +190,7 @@ class UpstreamConnection(asyncio.Protocol):
         exchange.status = status
         self._keep_alive = line[1] == b"1"
         if not self._fields(exchange, data[: end + 2]):
-            self._break("sent contradictory framing headers")
+            self._break("sent malformed or contradictory headers")
             return b""
         exchange.got_head()
         if self._framing == _LENGTH and self._remaining == 0:
@@ -198,6 +202,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _fields(self, exchange: Exchange, head: bytes) -> bool:
         """Take in the headers that matter and keep the rest as they are. False: unusable."""
+        if not _CLEAN.fullmatch(head):
+            return False
         kept: list[bytes] = []
         at = 0
         length: int | None = None
@@ -211,7 +217,9 @@ class UpstreamConnection(asyncio.Protocol):
             kept.append(head[at : match.start()])
             at = match.end()
             if name == b"content-length":
-                if not value.isdigit() or length not in (None, int(value)):
+                if not value.isdigit() or len(value) > _LENGTH_DIGITS_MAX:
+                    return False
+                if length not in (None, int(value)):
                     return False
                 length = int(value)
             elif name == b"transfer-encoding":

@@ -122,6 +122,8 @@ class Passage:
         exchange = await upstream.send(
             head, payload, bare=request.method == "HEAD", on_sent=self._sent
         )
+        if b"\r\nx-stitch-" in exchange.head.lower():
+            exchange.head = _without_labels(exchange.head)
         bytes_max = sidecar.config.response_bytes_max
         if self._labelled and deliver_whole(exchange, request, self._response, self._extra):
             return
@@ -252,6 +254,12 @@ class Passage:
                 await self._sidecar.abort_generation(rid)
         finally:
             self._sidecar.ended(self._lease, self._rids)
+
+
+def _without_labels(head: bytes) -> bytes:
+    """The head less `x-stitch-…`: labels in headers are the sidecar's alone to give."""
+    lines = head.split(b"\r\n")
+    return b"\r\n".join(line for line in lines if not line.lower().startswith(b"x-stitch-"))
 
 
 def _json_or_none(data: bytes) -> Any:

@@ -278,6 +278,25 @@ async def test_bodies_nested_too_deep_to_be_sent_on_are_refused(http, replica) -
     assert replica.server.seen == []
 
 
+async def test_an_engine_gives_no_labels_in_headers(http, replica) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nX-Stitch-Version-Admitted: 99\r\nx-stitch-run-id: other\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+        )
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    replica.view.engine.base_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with http.post(replica.url + "/generate", json={"text": "a"}) as found:
+        assert found.headers.getall("x-stitch-version-admitted") == ["7"]
+        assert found.headers.getall("x-stitch-run-id") == ["run-a"]
+    server.close()
+
+
 async def test_an_engine_that_moves_is_found_at_once(http, replica) -> None:
     assert (await generate(http, replica))[0] == 200
     await replica.server.close()
