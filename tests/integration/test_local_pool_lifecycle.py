@@ -264,9 +264,11 @@ def test_too_few_ready_says_how_many_and_why(tmp_path: Path, clean: None) -> Non
         (["--model", "{tmp}/empty"], "checkpoint"),
         (["--model", "{model}", "--work-dir", "{tmp}/file/work"], "--work-dir"),
         (["--model", "{model}", "--port", "{taken}"], "--port"),
+        (["--model", "{model}", "--port", "99999"], "port 99999"),
+        (["--model", "{model}", "--replica-id", "a\r\nX: b"], "replica id"),
         (["--model", "{model}", "--store", "ftp://x"], "store"),
     ],
-    ids=["no model", "no checkpoint", "work dir", "port", "store"],
+    ids=["no model", "no checkpoint", "work dir", "port", "no port", "replica id", "store"],
 )
 def test_a_replica_that_cannot_start_says_why_in_a_line(
     model: Path, tmp_path: Path, arguments: list[str], words: str

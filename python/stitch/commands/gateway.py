@@ -11,6 +11,7 @@ from pathlib import Path
 from stitch.env import Env
 from stitch.errors import InvalidInput
 from stitch.gateway import GatewayConfig, serve_gateway
+from stitch.http.upstream import origin_of
 from stitch.pools import FilePool, Pool, StaticPool
 
 __all__ = ["configure", "run"]
@@ -49,6 +50,8 @@ async def _serve(options: argparse.Namespace) -> int:
     env = Env()
     pool: Pool
     if options.member:
+        for url in options.member:
+            origin_of(url)
         pool = StaticPool(options.member, env=env)
     else:
         pool = FilePool(options.pool_file, env=env)

@@ -7,6 +7,7 @@ when its weights are proven and it has caught up with the store's pointer.
 from __future__ import annotations
 
 import argparse
+import math
 import socket
 import sys
 from pathlib import Path
@@ -46,12 +47,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--ram-dir", type=Path, default=Path("/dev/shm"), help="memory-backed, for `cpu`"
     )
-    serve.add_argument("--poll-s", type=float, default=5.0, help="backstop poll; 0 turns it off")
+    serve.add_argument("--poll-s", type=_seconds, default=5.0, help="backstop poll; 0 turns it off")
     serve.add_argument(
-        "--drain-s", type=float, default=30.0, help="how long running requests may take at the end"
+        "--drain-s",
+        type=_seconds,
+        default=30.0,
+        help="how long running requests may take at the end",
     )
     serve.add_argument(
-        "--engine-hang-s", type=float, default=45.0,
+        "--engine-hang-s", type=_seconds, default=45.0,
         help="an engine that is silent this long is killed and started again",
     )  # fmt: skip
     serve.add_argument("--ready-file", type=Path, help=argparse.SUPPRESS)
@@ -79,8 +83,20 @@ def run(options: argparse.Namespace) -> int:
         return 2
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+_seconds.__name__ = "seconds"  # argparse says "invalid seconds value"
+
+
 def _check_port(host: str, port: int) -> None:
     """Fail in a millisecond rather than after the engine has loaded."""
+    if not 0 <= port <= 65535:
+        raise InvalidInput(f"port {port} is not between 0 and 65535", param="port")
     try:
         with socket.create_server((host, port)):
             return

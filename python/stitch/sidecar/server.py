@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Final
 
@@ -78,9 +79,7 @@ class SidecarServer:
         self._streams = EventStreams(keepalive_s=config.events_keepalive_s, env=env)
         self._tasks: set[asyncio.Task[None]] = set()
         self._http = HttpServer(self.handle, limits=config.server, env=env)
-        self._replica_line = b"x-stitch-replica: %b\r\n" % view.report().replica_id.encode(
-            "latin-1"
-        )
+        self._replica_line = b"x-stitch-replica: %b\r\n" % _header_value(view.report().replica_id)
         self._routes = Routes(
             {
                 ("GET", "/health"): self._health,
@@ -323,6 +322,16 @@ class SidecarServer:
         if exchange is not None:
             exchange.cancel()
         return b""
+
+
+def _header_value(replica_id: str) -> bytes:
+    """The replica's name as it stands in every answer. Raises: InvalidInput."""
+    if not re.fullmatch(r"[!-~]{1,256}", replica_id):
+        raise InvalidInput(
+            f"replica id {replica_id!r} must be 1 to 256 visible ASCII characters",
+            param="replica_id",
+        )
+    return replica_id.encode("ascii")
 
 
 def _client_rids(body: dict[str, Any]) -> tuple[str, ...]:

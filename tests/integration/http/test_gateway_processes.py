@@ -127,6 +127,7 @@ async def test_a_killed_replica_mid_stream_and_one_that_joins(
     [
         ("--member", "http://127.0.0.1:1", "--port", "70000"),
         ("--member", "http://"),
+        ("--member", "http://a/path"),
         (),
         ("--member", "http://a", "--pool-file", "x"),
     ],
