@@ -138,12 +138,49 @@ def test_impossible_counts_are_refused(replicas: Any) -> None:
         wait([lambda n: report(3)], replicas)
 
 
+def test_a_replica_under_two_addresses_is_one() -> None:
+    twin = {**(report(5) or {}), "replica_id": "one"}
+    found = wait([lambda call: twin, lambda call: twin], 2)
+    assert (found.live, found.wanted, found.enough) == (("one",), 2, False)
+
+
+@pytest.mark.parametrize("hangs", ["at once", "later"])
+def test_one_that_hangs_does_not_stretch_the_timeout(hangs: str) -> None:
+    env = virtual_env(1)
+    looks = 0
+
+    async def fetch(url: str) -> Mapping[str, Any]:
+        nonlocal looks
+        looks += 1
+        if url == "http://m1" and (hangs == "at once" or looks > 2):
+            await env.clock.sleep(1000)
+        return report(4) or {}
+
+    async def run() -> float:
+        await LiveWatch(FixedPool(2), env, fetch).wait(REF, replicas=1.0, timeout_s=1.0)
+        return env.clock.monotonic()
+
+    assert run_virtual(run) < 2.5
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), -1.0])
+def test_times_that_are_none_are_refused(timeout_s: float) -> None:
+    with pytest.raises(InvalidInput, match="timeout"):
+        wait([lambda call: report(5)], 1, timeout_s)
+
+
 async def test_reports_come_from_server_info_over_http() -> None:
     async def server_info(request: web.Request) -> web.Response:
         return web.json_response({"state": "READY", "pad": "x" * 300_000})
 
     async def flood(request: web.Request) -> web.Response:
         return web.Response(body=b" " * (2 << 20))
+
+    async def deep(request: web.Request) -> web.Response:
+        return web.Response(text="[" * 200_000)
+
+    async def broken(request: web.Request) -> web.Response:
+        return web.json_response({"state": "READY"}, status=500)
 
     async def page(request: web.Request) -> web.Response:
         return web.Response(text="<html>")
@@ -152,6 +189,8 @@ async def test_reports_come_from_server_info_over_http() -> None:
     app.router.add_get("/server_info", server_info)
     app.router.add_get("/page/server_info", page)
     app.router.add_get("/flood/server_info", flood)
+    app.router.add_get("/deep/server_info", deep)
+    app.router.add_get("/broken/server_info", broken)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -160,8 +199,9 @@ async def test_reports_come_from_server_info_over_http() -> None:
     try:
         found = await fetch_server_info(f"http://127.0.0.1:{port}/")
         assert found["state"] == "READY"
-        with pytest.raises(Unavailable, match="no report"):
-            await fetch_server_info(f"http://127.0.0.1:{port}/page")
+        for path in ("page", "deep", "broken", "absent"):
+            with pytest.raises(Unavailable, match="no report"):
+                await fetch_server_info(f"http://127.0.0.1:{port}/{path}")
         with pytest.raises(Unavailable, match="over"):
             await fetch_server_info(f"http://127.0.0.1:{port}/flood")
     finally:

@@ -20,6 +20,8 @@ __all__ = ["FetchReport", "LiveWatch", "fetch_server_info"]
 FetchReport = Callable[[str], Awaitable[Mapping[str, Any]]]
 
 _REPORT_S_MAX: Final = 5.0
+# A report that is asked for when the time is up gets so long all the same.
+_LAST_LOOK_S: Final = 0.5
 _REPORT_BYTES_MAX: Final = 1 << 20
 _PAUSE_S: Final = 0.1
 _MISSES_MAX: Final = 3
@@ -36,13 +38,15 @@ async def fetch_server_info(url: str) -> Mapping[str, Any]:
             aiohttp.ClientSession(timeout=limit) as session,
             session.get(f"{url.rstrip('/')}/server_info") as answer,
         ):
+            if answer.status != 200:
+                raise Unavailable(f"{url}: no report (HTTP {answer.status})")
             body = bytearray()
             async for chunk in answer.content.iter_chunked(1 << 16):
                 body += chunk
                 if len(body) > _REPORT_BYTES_MAX:
                     raise Unavailable(f"{url}: its report is over {_REPORT_BYTES_MAX} bytes")
             document = json.loads(body)
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+    except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
         raise Unavailable(f"{url}: no report ({type(error).__name__})") from error
     if not isinstance(document, dict):
         raise Unavailable(f"{url}: its report is no JSON object")
@@ -77,11 +81,15 @@ class LiveWatch:
         Raises: InvalidInput for an impossible `replicas`; Unavailable if discovery fails.
         """
         _check_replicas(replicas)
+        if not timeout_s >= 0:
+            raise InvalidInput(f"timeout {timeout_s!r} must be 0 or more seconds", param="timeout")
         deadline = self._env.clock.monotonic() + timeout_s
-        watched, passed_over = await self._roll_call()
+        watched, passed_over = await self._roll_call(deadline)
         wanted = replicas if isinstance(replicas, int) else math.ceil(replicas * len(watched))
         while True:
-            await asyncio.gather(*(self._look(one, ref) for one in watched if not one.dead))
+            await asyncio.gather(
+                *(self._look(one, ref, deadline) for one in watched if not one.dead)
+            )
             live = [one for one in watched if one.live]
             possible = [one for one in watched if not one.dead]
             now = self._env.clock.monotonic()
@@ -91,28 +99,35 @@ class LiveWatch:
                 return LiveReport(ref.version, live_ids, {**passed_over, **missing}, wanted)
             await self._env.clock.sleep(min(_PAUSE_S, deadline - now))
 
-    async def _roll_call(self) -> tuple[list[_Watched], dict[str, str]]:
+    async def _roll_call(self, deadline: float) -> tuple[list[_Watched], dict[str, str]]:
         members = await self._pool.members()
-        reports = await asyncio.gather(*(self._report(member) for member in members))
-        watched, passed_over = [], {}
+        reports = await asyncio.gather(*(self._report(member, deadline) for member in members))
+        watched: list[_Watched] = []
+        passed_over: dict[str, str] = {}
         for member, report in zip(members, reports, strict=True):
             name = str(report.get("replica_id") or member.id)
             state = str(report.get("state"))
+            found = _Watched(member, name, _text(report, "incarnation"))
+            if any(
+                (one.replica_id, one.incarnation) == (name, found.incarnation) for one in watched
+            ):
+                continue  # the same replica under another address
             if state in _COUNTED:
-                watched.append(_Watched(member, name, _text(report, "incarnation")))
+                watched.append(found)
             else:
                 passed_over[name] = str(report.get("error") or f"not counted: it was {state}")
         return watched, passed_over
 
-    async def _report(self, member: Member) -> Mapping[str, Any]:
+    async def _report(self, member: Member, deadline: float) -> Mapping[str, Any]:
+        left = deadline - self._env.clock.monotonic()
         try:
-            async with self._env.clock.timeout(_REPORT_S_MAX):
+            async with self._env.clock.timeout(min(_REPORT_S_MAX, max(_LAST_LOOK_S, left))):
                 return await self._fetch(member.url)
         except (Unavailable, TimeoutError) as error:
             return {"error": str(error) or "no report in time"}
 
-    async def _look(self, one: _Watched, ref: Ref) -> None:
-        report = await self._report(one.member)
+    async def _look(self, one: _Watched, ref: Ref, deadline: float) -> None:
+        report = await self._report(one.member, deadline)
         if "error" in report and "state" not in report:
             one.misses += 1
             one.live = False
