@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from stitch import __version__
 from stitch.errors import StitchError
@@ -37,10 +37,21 @@ COMMANDS: Final = {
 }
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Room for names and options beside their help."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+        self._action_max_length = 16  # argparse forgets the indent of subcommands
+
+
 class CommandParser(argparse.ArgumentParser):
     """Answers a usage error in one line and exits 2; `error_suffix` ends that line."""
 
     error_suffix = "; see --help"
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=_Formatter, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Print one line on stderr and exit 2."""

@@ -28,21 +28,27 @@ __all__ = ["configure", "run"]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60, help="trainer steps (default 60)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=1e-3, help="0 learns nothing, and must fail")
+    parser.add_argument("--replicas", type=int, default=3, help="how many at the start (3)")
+    parser.add_argument("--steps", type=int, default=60, help="trainer steps (60)")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and the tasks (0)")
     parser.add_argument(
-        "--mode", choices=[mode.value for mode in ActivationMode], default="recompute"
+        "--lr", type=float, default=1e-3, help="learning rate (0.001); 0 must fail the reward check"
     )
+    parser.add_argument(
+        "--mode", choices=[mode.value for mode in ActivationMode], default="recompute",
+        help="what a new version does with requests in flight (recompute)",
+    )  # fmt: skip
     parser.add_argument("--no-chaos", action="store_true", help="kill no replica")
     parser.add_argument("--keep", action="store_true", help="leave the pool running at the end")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument(
         "--out", type=Path, default=Path("demo-out"),
-        help="directory for report, store and logs (default demo-out)",
+        help="directory for report, store and logs; an earlier demo's is replaced (demo-out)",
     )  # fmt: skip
-    parser.add_argument("--shift-labels", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--shift-labels", type=int, default=0, metavar="N",
+        help="falsify the labels by N versions before the check, which must fail (0)",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import signal
 from pathlib import Path
 
+from stitch.commands.logs import configure_logging
 from stitch.env import Env
 from stitch.errors import InvalidInput
 from stitch.gateway import GatewayConfig, serve_gateway
@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--member", action="append", metavar="URL", help="a replica's address; repeat for more"
+        "--member", action="append", metavar="URL", help="a replica's base URL; repeat for more"
     )
     source.add_argument(
         "--pool-file", type=Path, metavar="PATH", help="a members file, read again when it changes"
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     """Serve until told to stop. Returns the exit code."""
     import uvloop
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    configure_logging("WARNING")
     if not 0 <= options.port <= 65535:
         raise InvalidInput(f"port {options.port} is not between 0 and 65535", param="port")
     return int(uvloop.run(_serve(options)))

@@ -12,20 +12,31 @@ __all__ = ["configure", "run"]
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("directory", help="directory to create")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hidden", type=int, default=128, help="hidden size (default 128)")
-    parser.add_argument("--intermediate", type=int, default=None, help="MLP size (default 2.5x)")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--vocab", default="bytes", help="`bytes` or `chars:<characters>`")
-    parser.add_argument("--vocab-size", type=int, default=None, help="embedding rows")
-    parser.add_argument("--tie-embeddings", action="store_true")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--max-position", type=int, default=512)
-    parser.add_argument("--architecture", choices=("llama", "qwen2"), default="llama")
-    parser.add_argument("--shards", type=int, default=2)
-    parser.add_argument("--init-std", type=float, default=0.05)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (0)")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size (128)")
+    parser.add_argument(
+        "--intermediate", type=int, default=None, help="MLP size (2.5 times hidden)"
+    )
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers (4)")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads (4)")
+    parser.add_argument("--kv-heads", type=int, default=2, help="key/value heads (2)")
+    parser.add_argument(
+        "--vocab", default="bytes", help="`bytes`, or `chars:` and the characters (bytes)"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, default=None, help="embedding rows (one per token)"
+    )
+    parser.add_argument("--tie-embeddings", action="store_true", help="no output head of its own")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16",
+        help="as stored (bfloat16)",
+    )  # fmt: skip
+    parser.add_argument("--max-position", type=int, default=512, help="context length (512)")
+    parser.add_argument(
+        "--architecture", choices=("llama", "qwen2"), default="llama", help="layer type (llama)"
+    )
+    parser.add_argument("--shards", type=int, default=2, help="safetensors files (2)")
+    parser.add_argument("--init-std", type=float, default=0.05, help="spread of the weights (0.05)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

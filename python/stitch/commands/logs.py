@@ -24,19 +24,23 @@ class FieldFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields = [
-            f"{name}={value if isinstance(value, int | float) else json.dumps(value, default=str)}"
-            for name, value in vars(record).items()
-            if name not in _OWN
+            f"{name}={_field(value)}" for name, value in vars(record).items() if name not in _OWN
         ]
         return " ".join([super().formatMessage(record), *fields])
 
 
-def configure_logging() -> None:
-    """Log to standard error, at the level in `STITCH_LOG` (default INFO).
+def _field(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value) if isinstance(value, int) else json.dumps(value, default=str)
+
+
+def configure_logging(default: str = "INFO") -> None:
+    """Log to standard error, at the level in `STITCH_LOG`, else at `default`.
 
     Raises: InvalidInput for a level that does not exist.
     """
-    level = os.environ.get("STITCH_LOG", "INFO").upper()
+    level = os.environ.get("STITCH_LOG", default).upper()
     handler = logging.StreamHandler()
     handler.setFormatter(FieldFormatter())
     try:

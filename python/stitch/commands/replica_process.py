@@ -37,6 +37,8 @@ __all__ = ["EngineSupervisor", "ReplicaProcess"]
 
 log = logging.getLogger(__name__)
 
+_NO_POINTER: Final = "the store has no pointer yet; serving the base"
+_NO_RUN: Final = "the store names no run and there is no --run-id; not ready until a run is claimed"
 _LOOK_S: Final = 0.2
 _RESTARTS_MAX: Final = 5
 _RESTART_WINDOW_S: Final = 300.0
@@ -232,6 +234,7 @@ class ReplicaProcess:
         options, env = self._options, self._env
         if await resolve_pointer(store, None, env=env) is None:
             await env.offload(lambda: open_base(options.model).close())
+            log.info(_NO_POINTER if options.run_id else _NO_RUN, extra={"store": store.url})
             return _Boot(options.model.absolute(), options.run_id, options.boot_version)
         made = await bootstrap(store, options.model, work_dir / "boot", env, run_id=options.run_id)
         log.info("bootstrapped", extra={"ref": str(made.ref), "applied": made.applied})

@@ -22,7 +22,7 @@ __all__ = ["configure", "run"]
 
 _WATCH_S: Final = 2.0
 _ANSWER_S: Final = 5.0
-_COLUMNS: Final = ("replica", "state", "phase", "gate", "version", "lag", "running", "problem")
+_COLUMNS: Final = ("replica", "state", "phase", "gate", "version", "lag", "in flight", "problem")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,7 @@ def _picture(found: dict[str, Any]) -> str:
 def _store_lines(store: dict[str, Any]) -> list[str]:
     lines = [
         f"store    {store['url']}",
-        f"pointer  {store['pointer'] or 'none: no run is claimed'}",
+        f"pointer  {store['pointer'] or _no_pointer(store)}",
     ]
     for item in store["runs"]:
         newest = "none yet" if item["newest"] is None else f"newest {item['newest']}"
@@ -124,6 +124,12 @@ def _store_lines(store: dict[str, Any]) -> list[str]:
     if store["leases"]:
         lines.append(f"leases   {', '.join(store['leases'])}")
     return lines + [f"problem  {problem}" for problem in store["problems"]]
+
+
+def _no_pointer(store: dict[str, Any]) -> str:
+    if store["runs"] or store["problems"]:
+        return "none: nothing is published yet"
+    return "none: no trainer has claimed a run here yet"
 
 
 def _gateway_lines(gateway: dict[str, Any]) -> list[str]:
@@ -145,15 +151,20 @@ def _gateway_lines(gateway: dict[str, Any]) -> list[str]:
 def _member_row(member: dict[str, Any]) -> tuple[str, ...]:
     report = member.get("report") or {}
     served = member.get("served")
+    problem = member.get("problem") or report.get("reason") or ""
+    silent = not member.get("reachable", True)
+    if silent and not member.get("problem"):
+        age = member.get("report_age_s")
+        problem = "does not answer" + ("" if age is None else f"; last report {age:.0f} s ago")
     return (
         str(member.get("id", "?")),
-        str(member.get("state") or ("SILENT" if not member.get("reachable") else "?")),
+        "SILENT" if silent else str(member.get("state") or "?"),
         str(member.get("phase") or ""),
         str(member.get("gate") or ""),
         "unknown" if served is None else str(served["version"]),
         "" if member.get("lag") is None else str(member["lag"]),
-        str(report.get("running", member.get("in_flight", ""))),
-        str(member.get("problem") or report.get("reason") or ""),
+        str(member.get("in_flight", "")),
+        str(problem),
     )
 
 

@@ -36,12 +36,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--json", action="store_true", help="print JSON")
         action.add_argument("--run-id", help="this run alone")
     verify.add_argument(
-        "--deep", action="store_true", help="rebuild every version and check every tensor"
+        "--deep",
+        action="store_true",
+        help="rebuild every version and check every tensor; --base where a run starts from one",
     )
     verify.add_argument(
-        "--base", type=Path, help="the checkpoint that counts as the run's boot version"
+        "--base", type=Path, help="for --deep: the checkpoint that counts as the run's boot version"
     )
-    verify.add_argument("--threads", type=thread_count, default=min(8, os.cpu_count() or 1))
+    verify.add_argument(
+        "--threads", type=thread_count, default=min(8, os.cpu_count() or 1), help="worker threads"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -108,12 +112,18 @@ def _verdict(found: StoreSurvey, versions: int, problems: list[Problem], *, deep
     read = "complete; foreign ones carry no file digests" if foreign else "every file as published"
     how = "rebuilt, every digest right" if deep else read
     if not problems:
-        return f"{found.url}: {versions} versions of {len(found.runs)} runs, {how}"
-    lines = [f"{found.url}: {len(problems)} problems in {versions} versions"]
+        return (
+            f"{found.url}: {_count(versions, 'version')} of {_count(len(found.runs), 'run')}, {how}"
+        )
+    lines = [f"{found.url}: {_count(len(problems), 'problem')} in {_count(versions, 'version')}"]
     for problem in problems:
         retry = "yes" if problem.retryable else "no"
         lines.append(f"  {problem.where}: {' '.join(problem.reason.split())}; retry: {retry}")
     return "\n".join(lines)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _facts(found: StoreSurvey) -> dict[str, Any]:

@@ -6,10 +6,11 @@ fp32 on the exact widening, so log-probabilities agree to rounding noise.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -19,6 +20,13 @@ from stitch.demo import task
 from stitch.rl.trajectory import Trajectory
 
 __all__ = ["load_model", "load_tensors", "make_checkpoint", "output_logprobs"]
+
+# transformers renamed it, and warns in the middle of the live view about the old name
+_CACHE_ARGUMENT: Final = (
+    "cache"
+    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
 
 
 def make_checkpoint(directory: Path, *, seed: int) -> None:
@@ -72,11 +80,10 @@ def output_logprobs(
     prompts, outputs = torch.tensor([*distinct]), torch.tensor([t.output_ids for t in batch])
     index = torch.tensor(rows)
     cache = DynamicCache(config=model.config)
-    first = model(
-        input_ids=prompts, past_key_values=cache, use_cache=True, logits_to_keep=1
-    ).logits.index_select(0, index)
+    cached: dict[str, Any] = {_CACHE_ARGUMENT: cache, "use_cache": True}
+    first = model(input_ids=prompts, logits_to_keep=1, **cached).logits.index_select(0, index)
     cache.batch_select_indices(index)
-    rest = model(input_ids=outputs[:, :-1], past_key_values=cache, use_cache=True).logits
+    rest = model(input_ids=outputs[:, :-1], **cached).logits
     every = torch.cat([first, rest], dim=1).float().log_softmax(dim=-1)
     return every.gather(2, outputs.unsqueeze(-1)).squeeze(-1), every
 

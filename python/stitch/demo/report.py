@@ -12,6 +12,7 @@ from stitch.demo.labels import LabelReport
 from stitch.demo.record import RunRecord
 from stitch.demo.settings import DemoSettings
 from stitch.demo.svg import Lane, bar_chart, histogram, line_chart, timeline
+from stitch.demo.view import byte_text
 
 __all__ = ["html_report", "pause_rows", "summary_rows"]
 
@@ -130,7 +131,7 @@ def summary_rows(record: RunRecord) -> list[tuple[str, str]]:
     retries = sum(record.client_retries.values())
     return [
         ("versions published", str(len(record.delta_bytes))),
-        ("bytes a publication", f"{median(sizes) / 1e6:.2f} MB (median)" if sizes else "-"),
+        ("bytes a publication", f"{byte_text(median(sizes))} (median)" if sizes else "-"),
         ("activations", f"{len(record.activations)}; medians: {', '.join(pauses) or 'none'}"),
         ("requests", f"{record.requests}, {record.lost_requests} lost, {retries} retried"),
         ("tries refused by replicas", f"{refused} (409, 429, 503)"),

@@ -13,7 +13,7 @@ from rich.text import Text
 from stitch.demo.record import RunRecord
 from stitch.demo.settings import DemoSettings
 
-__all__ = ["LiveView", "PlainView", "View", "open_view"]
+__all__ = ["LiveView", "PlainView", "View", "byte_text", "open_view"]
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _STATE_STYLE = {"READY": "green", "KILLED": "red", "GONE": "red", "UNKNOWN": "yellow"}
@@ -135,9 +135,10 @@ class LiveView:
         step = last.step if last is not None else 0
         version = f"v{last.version}" if last is not None else "v0"
         reward = f"{last.reward:.3f}" if last is not None else "-"
+        width = max(8, min(40, self._console.width - 44))  # the line stays one line
         return Text(
             f"step {step}/{self._settings.steps}   version {version}   reward {reward}  "
-            f"{_sparkline(rewards, 40)}   last publication {_bytes_of_last(record)}"
+            f"{_sparkline(rewards, width)}"
         )
 
 
@@ -165,8 +166,9 @@ def _traffic(record: RunRecord) -> RenderableType:
     tried = record.counters.get("stitch_gateway_retries_total", 0)
     ages = record.staleness
     return Text(
-        f"requests {record.requests}   409/429/503 from replicas {refused}   gateway retries "
-        f"{tried}   client retries {retries or 'none'}   staleness {ages.mean:.2f}, max {ages.max}"
+        f"last publication {_bytes_of_last(record)}   staleness {ages.mean:.2f}, max {ages.max}\n"
+        f"requests {record.requests}   refused {refused:.0f}   retries: gateway {tried:.0f}, "
+        f"client {retries or 'none'}"
     )
 
 
@@ -182,7 +184,14 @@ def _bytes_of_last(record: RunRecord) -> str:
     if not record.delta_bytes:
         return "-"
     version = max(record.delta_bytes)
-    return f"{record.delta_bytes[version] / 1e6:.2f} MB ({record.kinds.get(version, '?')})"
+    return f"{byte_text(record.delta_bytes[version])} ({record.kinds.get(version, '?')})"
+
+
+def byte_text(size: float) -> str:
+    """A size as a person reads it: `812 B`, `1.3 kB`, `1.44 MB`."""
+    if size < 1e3:
+        return f"{size:.0f} B"
+    return f"{size / 1e3:.1f} kB" if size < 1e6 else f"{size / 1e6:.2f} MB"
 
 
 def _ms(seconds: object) -> str:
