@@ -99,7 +99,9 @@ class PublicationReader:
             reason = "it is not a directory"
             raise CorruptData(f"{directory.name}: {reason}", file=directory.name, reason=reason)
         if not directory.is_dir():
-            raise NotVisibleYet(f"{directory.name} is not there", file=str(directory))
+            raise NotVisibleYet(
+                f"{directory.name} is not there in {directory.parent}", file=str(directory)
+            )
         try:
             return _Opener(directory, number, expect, verify_files).open(trusted_only)
         except (CorruptData, NotVisibleYet, Unsupported) as error:

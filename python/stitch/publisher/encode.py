@@ -65,7 +65,7 @@ def encode_changes(
         if not old.same_kind(raw.dtype, raw.shape):
             raise InvalidInput(
                 f"tensor {raw.name!r} is {raw.dtype} {list(raw.shape)}, published as {old.dtype} "
-                f"{list(old.shape)}; a change of kind needs an anchor with rebase=True",
+                f"{list(old.shape)}; convert it, or publish all with rebase=True",
                 tensor=raw.name,
             )
         before = old.data
