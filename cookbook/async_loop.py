@@ -30,10 +30,11 @@ def main() -> None:
             checkpoint = Checkpoint.open(base)
             weights = {name: np.array(checkpoint.view(name)) for name in checkpoint.tensors}
             rng = np.random.default_rng(0)
-            for _ in range(5):
+            for newest in range(5):
                 done = client.generate(
                     "the answer is",
-                    constraint=stitch.lag(1),
+                    # One behind at most. stitch.lag(1) counts from what the gateway has heard.
+                    constraint=stitch.at_least(max(0, newest - 1)),
                     sampling={"max_new_tokens": 12},
                     return_logprob=True,
                 )
