@@ -193,6 +193,32 @@ DOCUMENT = [
     of("base-other", "base = index", set_key(5, "base", {"run_id": "run-s", "version": 3}), 5),
     of("base-missing", "base = index", set_key(1, "base", None)),
     of("base-digest-missing", "base_digest", set_key(3, "base_digest", None), version=3),
+    of("attempt", "attempt = its name", set_key(1, "attempt", "0" * 16), says=("attempt",)),
+    of(
+        "base-run",
+        "base of its run",
+        sealed(1, lambda m: m["base"].update(run_id="other")),
+        says=("of run 'other'",),
+    ),
+    of(
+        "rollback-newer",
+        "rollback_of is older",
+        set_key(1, "rollback_of", {"run_id": "run-s", "version": 1}),
+        says=("not older",),
+    ),
+    of(
+        "alias-stored",
+        "an alias is not stored",
+        sealed(1, lambda m: m["aliases"].update({min(m["tensors"]): "model.other"})),
+        says=("alias",),
+    ),
+    of(
+        "alias-of-nothing",
+        "an alias of a stored name",
+        set_key(2, "aliases", {"model.tied": "model.absent"}),
+        version=2,
+        says=("model.absent",),
+    ),
 ]
 
 CONTENT = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -17,7 +17,7 @@ from stitch.format.mapping import MappedFile, read_small_file, resolves_inside
 from stitch.format.records import first_fault
 from stitch.format.shards import Shard
 from stitch.format.strict_json import parse_object
-from stitch.format.wire import FORMAT_MAJOR, Manifest, TensorEntry, reject_unknown_major
+from stitch.format.wire import FORMAT_MAJOR, Manifest, reject_unknown_major
 from stitch.types import Kind
 
 if TYPE_CHECKING:
@@ -79,7 +79,18 @@ def load_manifest(directory: Path, index: ParsedIndex, number: int, run_id: str 
             _refuse(name, None, f"its {what} is {manifest_says!r}, expected {expected!r}")
     if index.kind == Kind.DELTA and manifest.base_digest is None:
         _refuse(name, None, "a delta without base_digest")
+    _check_refs(manifest, name)
     return manifest
+
+
+def _check_refs(manifest: Manifest, name: str) -> None:
+    if name != f"stitch-{manifest.attempt}.json":
+        _refuse(name, None, f"it is the manifest of attempt {manifest.attempt[:80]!r}")
+    base, older = manifest.base, manifest.rollback_of
+    if base is not None and base.run_id != manifest.ref.run_id:
+        _refuse(name, None, f"its base is of run {base.run_id!r}; a run goes on from itself")
+    if older is not None and older.version >= manifest.ref.version:
+        _refuse(name, None, f"it rolls back to version {older.version}, which is not older")
 
 
 def check_manifest(
@@ -109,15 +120,21 @@ def check_manifest(
             _refuse(name, None, f"it has {mapped.size} bytes, the manifest says {entry.size}")
         if verify_files and _blake3_of(mapped) != entry.blake3:
             _refuse(name, None, "its BLAKE3 is not the manifest's")
-    _check_tensors(reader, manifest.tensors)
+    _check_tensors(reader, manifest)
 
 
-def _check_tensors(reader: PublicationReader, entries: Mapping[str, TensorEntry]) -> None:
+def _check_tensors(reader: PublicationReader, manifest: Manifest) -> None:
+    entries = manifest.tensors
     stored = reader.checkpoint.tensors if reader.checkpoint is not None else {}
     names = stored.keys() if reader.checkpoint is not None else reader.payloads.keys()
     for name in sorted(names ^ entries.keys()):
         reason = "the manifest does not list it" if name in names else "the files lack it"
         _refuse(reader.directory.name, name, reason)
+    for alias, carrier in manifest.aliases.items():
+        if alias in entries:
+            _refuse(reader.directory.name, alias, "it is stored, and an alias of another")
+        if reader.kind == Kind.ANCHOR and carrier not in entries:
+            _refuse(reader.directory.name, alias, f"it is an alias of {carrier!r}, which is absent")
     for name, entry in entries.items():
         tensor = stored.get(name)
         shape = tuple(entry.shape)
