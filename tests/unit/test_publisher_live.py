@@ -109,6 +109,13 @@ def test_one_that_is_catching_up_is_counted() -> None:
     assert found.enough
 
 
+def test_one_in_the_middle_of_a_swap_is_counted() -> None:
+    swapping = {**(report(None, "UNKNOWN") or {}), "sync_state": "COMMITTING"}
+    found = wait([lambda n: swapping if n < 3 else report(3)], 1)
+    assert found.live == ("m0",)
+    assert found.missing == {}
+
+
 def test_one_that_dies_is_missing_and_not_waited_for() -> None:
     found = wait([lambda n: report(3), lambda n: report(2) if n < 3 else None], 1.0, 3600.0)
     assert found.live == ("m0",)

@@ -112,7 +112,7 @@ class LiveWatch:
                 (one.replica_id, one.incarnation) == (name, found.incarnation) for one in watched
             ):
                 continue  # the same replica under another address
-            if state in _COUNTED:
+            if state in _COUNTED or _is_swapping(report):
                 watched.append(found)
             else:
                 passed_over[name] = str(report.get("error") or f"not counted: it was {state}")
@@ -158,6 +158,12 @@ def _check_replicas(replicas: int | float) -> None:
             f"replicas {replicas!r} must be a count (int) or a share from 0.0 to 1.0 (float)",
             param="replicas",
         )
+
+
+def _is_swapping(report: Mapping[str, Any]) -> bool:
+    """It was READY or CATCHING_UP a moment ago: a swap of weights is UNKNOWN while it lasts."""
+    unknown = report.get("state") == ReplicaState.UNKNOWN.value
+    return unknown and report.get("sync_state") == "COMMITTING"
 
 
 def _text(report: Mapping[str, Any], key: str) -> str | None:
