@@ -34,7 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--replica-id", help="this replica's name (host and random)")
     serve.add_argument("--host", default="127.0.0.1", help="the address to bind (127.0.0.1)")
     serve.add_argument("--port", type=int, default=0, help="the port to bind; 0 picks one (0)")
-    serve.add_argument("--engine", choices=("embedded",), default="embedded", help="the engine to run (embedded)")
+    serve.add_argument(
+        "--engine", choices=("embedded",), default="embedded", help="the engine to run (embedded)"
+    )
     serve.add_argument("--engine-threads", type=int, default=1, help="its torch threads (1)")
     serve.add_argument(
         "--engine-argument", action="append", default=[], metavar="FLAG=VALUE",
