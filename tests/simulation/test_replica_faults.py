@@ -97,6 +97,34 @@ def test_a_fault_in_every_phase(tmp_path: Path, op: str, action: str) -> None:
     simulate(tmp_path, scenario, rank_s=5.0)
 
 
+@pytest.mark.parametrize("op", PHASES)
+def test_an_engine_that_restarts_in_a_phase_never_meets_an_open_gate(
+    tmp_path: Path, op: str
+) -> None:
+    """A restarted engine holds boot weights: the gate stays shut until it was proven again."""
+
+    async def scenario(made: World) -> None:
+        run = await serving(made)
+        gate, seen = made.replica.gate, []
+
+        def watch() -> None:
+            if gate.state is GateState.OPEN and gate.label is not None:
+                seen.append((gate.label, made.engine.members[0].label))
+
+        made.engine.faults.add(op, "restart_after")
+        told, gate.on_change = gate.on_change, lambda: (watch(), told and told())
+        await made.publish(run)
+        await made.settle(run.ref, seconds=120)
+        await made.settle(await made.publish(run), seconds=60)
+        assert (op, "restart_after") in made.engine.faults.taken
+        # Staging goes on beside an open gate; there the health probe is who notices.
+        assert seen
+        if op != "stage":
+            assert all(label == stamped for label, stamped in seen), seen
+
+    simulate(tmp_path, scenario, rank_s=5.0)
+
+
 @pytest.mark.parametrize("seconds", [2.0, 25.0])
 @pytest.mark.parametrize("op", PHASES)
 def test_a_stopped_engine_that_goes_on(tmp_path: Path, op: str, seconds: float) -> None:

@@ -123,8 +123,7 @@ class Activator:
                 self._check_known(life)
                 await life.control.label(life.label_attempt(), label)
             except BaseException:
-                # Both names are true of these bytes, whichever a rank now stamps.
-                self._gate.open(old if life.known else None)
+                await self._keep_either(life, old, label)
                 raise
             self._gate.relabel(label)
             self._gate.open(label)
@@ -132,6 +131,17 @@ class Activator:
         finally:
             self._status.phase = Phase.IDLE
             self._status.changed()
+
+    async def _keep_either(self, life: Life, old: Label, label: Label) -> None:
+        """A label move broke off. Both names are true of the bytes, whichever a rank stamps."""
+        try:
+            if life.known:
+                await life.control.confirm(life.attempt, old, label)
+        except StitchError:
+            life.known = False
+        self._gate.open(old if life.known else None)
+        if not life.known:
+            lose(life, self._status)
 
     async def _while_closed(
         self, life: Life, staged: Staged, drained_all: bool
@@ -169,7 +179,7 @@ class Activator:
             raise
         if not self._engine.capabilities.keyed_cache and self._gate.running:
             life.crossed_epoch = label.epoch
-        self._open(life, label)
+        await self._open(life, label)
         return swap_s, recompute_s
 
     async def _swap(self, life: Life, staged: Staged) -> tuple[Label, float]:
@@ -192,7 +202,7 @@ class Activator:
     async def _back_out(self, life: Life, staged: Staged, old: Label | None) -> None:
         """Nothing was written; whatever `pause` did, the engine must go on."""
         await life.control.resume(recompute=False)
-        self._open(life, old)
+        await self._open(life, old)
         await life.destination.discard(staged)
 
     async def _undo(
@@ -213,7 +223,7 @@ class Activator:
         await life.control.label(staged.attempt, label)
         self._gate.relabel(label)
         await life.control.resume(recompute=recompute)
-        self._open(life, label)
+        await self._open(life, label)
         self._status.undone += 1
         self._status.metrics.add("stitch_replica_activations_total", outcome="undone")
         raise ActivationFailed(
@@ -221,7 +231,9 @@ class Activator:
             f"{cause.message}"
         ) from cause
 
-    def _open(self, life: Life, label: Label | None) -> None:
+    async def _open(self, life: Life, label: Label | None) -> None:
+        # An engine that restarted since its last order holds boot weights: look before opening.
+        await life.control.confirm(life.attempt, label)
         life.known = True
         self._status.known = True
         self._status.swapping = False

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from stitch.engines.base import Engine, EngineDescription, Health, RankOrder
+from stitch.engines.base import Engine, EngineDescription, Health, RankOrder, RankReply
 from stitch.env import Env
 from stitch.errors import ActivationFailed, EngineUnavailable
 from stitch.reconciler.config import ReplicaConfig
@@ -73,6 +73,29 @@ class EngineControl:
         """Set what all ranks stamp on tokens."""
         await self._order(RankOrder(self._incarnation, attempt, "label", label=label))
 
+    async def confirm(self, attempt: int, *labels: Label | None) -> None:
+        """Prove that every rank stamps one of `labels`: the same process, not a restarted one.
+
+        Raises: EngineUnavailable if one does not.
+        """
+        wanted = [
+            None
+            if label is None
+            else {
+                "run_id": label.ref.run_id,
+                "version": label.ref.version,
+                "epoch": label.epoch,
+            }
+            for label in labels
+        ]
+        order = RankOrder(self._incarnation, attempt, "state")
+        for reply in await self._replies(order):
+            if reply.data.get("label") not in wanted:
+                raise EngineUnavailable(
+                    f"rank {reply.rank} lost its label before the gate opened; it was restarted",
+                    rank=reply.rank,
+                )
+
     async def fence(self, attempt: int) -> None:
         """Make every order of an older attempt or incarnation void, late ones included."""
         await self._order(RankOrder(self._incarnation, attempt, "discard"))
@@ -93,7 +116,10 @@ class EngineControl:
             return Health.UNRESPONSIVE
 
     async def _order(self, order: RankOrder) -> None:
-        async def send() -> None:
+        await self._replies(order)
+
+    async def _replies(self, order: RankOrder) -> Sequence[RankReply]:
+        async def send() -> Sequence[RankReply]:
             replies = await self._engine.ranks.order(order, deadline_s=self._config.rank_s)
             for reply in replies:
                 if not reply.ok:
@@ -102,8 +128,9 @@ class EngineControl:
                         rank=reply.rank,
                         reply=reply.code,
                     )
+            return replies
 
-        await self._retried(
+        return await self._retried(
             order.op, send, self._config.order_tries, seconds=self._config.rank_s + 1
         )
 

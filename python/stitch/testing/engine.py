@@ -48,8 +48,8 @@ class Fault:
     op: a rank order's op, or pause, resume, flush, describe, health.
     action: `lose_reply` act, then fail the call; `drop` fail it without acting; `late` fail it
         at once and act after `delay_s`; `slow` act after `delay_s`; `die` the engine dies
-        before acting; `die_after` it dies after acting; `fail_at` rank `rank` fails at tensor `at`;
-        `refuse` answer no (flush).
+        before acting; `die_after` it dies after acting; `restart_after` and is at once a new
+        process; `fail_at` rank `rank` fails at tensor `at`; `refuse` answer no (flush).
     """
 
     op: str
@@ -451,9 +451,11 @@ class SimulatedEngine:
             if task.cancelled():
                 raise EngineUnavailable(f"connection reset at {op}") from None
             raise
-        if action == "die_after":
+        if action in {"die_after", "restart_after"}:
             self.die()
-        if action in {"lose_reply", "die_after"}:
+        if action == "restart_after":
+            self.restart()
+        if action in {"lose_reply", "die_after", "restart_after"}:
             raise EngineUnavailable(f"connection reset after {op}")
         return result
 
