@@ -291,7 +291,7 @@ class OsFiles:
                         raise
             yield
         finally:
-            os.close(descriptor)
+            _unlock(descriptor)
 
     def try_lock(self, path: Path, *, shared: bool = False) -> Callable[[], None] | None:
         flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
@@ -304,7 +304,7 @@ class OsFiles:
         except BaseException:
             os.close(descriptor)
             raise
-        return lambda: os.close(descriptor)
+        return lambda: _unlock(descriptor)
 
     def fingerprint(self, path: Path) -> str | None:
         found = _stat_or_none(path)
@@ -315,6 +315,14 @@ class OsFiles:
     def resolve(self, path: Path) -> Path:
         # Path.resolve raises RuntimeError for a loop of links before Python 3.13.
         return Path(os.path.realpath(path))
+
+
+def _unlock(descriptor: int) -> None:
+    # Closing alone would leave the lock with a child that was forked meanwhile: it has a copy.
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 class ThreadOffload:

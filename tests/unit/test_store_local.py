@@ -265,6 +265,26 @@ async def test_a_seal_whose_sync_failed_can_be_tried_again(tmp_path: Path) -> No
     assert (tmp_path / V1 / "f.safetensors").read_bytes() == b"1"
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_released_lock_is_free_though_a_forked_child_has_the_descriptor(
+    tmp_path: Path, shared: bool
+) -> None:
+    path = tmp_path / ".stitch.lock"
+    release = OsFiles().try_lock(path, shared=shared)
+    assert release is not None
+    links = {int(entry.name): entry for entry in Path("/proc/self/fd").iterdir()}
+    held = next(number for number, entry in links.items() if entry.resolve() == path)
+    copy = os.dup(held)  # what a child of a fork has
+    try:
+        assert OsFiles().try_lock(path) is None
+        release()
+        again = OsFiles().try_lock(path)
+        assert again is not None
+        again()
+    finally:
+        os.close(copy)
+
+
 def test_a_lock_that_is_never_released_is_reported() -> None:
     files = CrashFiles()
     store = LocalStore(Path("/store"), virtual_env(1, files=files), mappable=False)
