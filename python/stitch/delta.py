@@ -67,7 +67,7 @@ def apply(
 
 
 def lane_digest(
-    source: Buffer, out: bytearray | None, *, kind: str | None, lane_bytes: int
+    source: Buffer, out: bytearray | memoryview | None, *, kind: str | None, lane_bytes: int
 ) -> tuple[str | None, Checksum]:
     """Digest of `kind` (None for none) and additive checksum, copying into `out` in one pass."""
     if kind is not None and kind not in DIGEST_FORMATS:

@@ -25,6 +25,7 @@ from stitch.format.records import FIRST_RUN_KEY
 from stitch.format.tensors import RawTensor
 from stitch.publisher import Publisher
 from stitch.publisher.lineage import Loader
+from stitch.publisher.loop import LoopThread
 from stitch.stores import Store, open_store
 from stitch.stores.base import INDEX_NAME
 from stitch.stores.versions import load_run, record_of
@@ -257,6 +258,28 @@ def test_a_lost_pointer_never_goes_back_to_the_boot_version(
     latest.write_text("a/weight_v000001")
     with Publisher(str(tmp_path), run_id="a") as publisher:
         assert publisher.publish(model(1)).wait(WAIT_S).ref == Ref("a", 2)
+
+
+def test_an_interrupt_never_leaves_a_baseline_that_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C between encoding and queueing: the next delta stands on what the store has."""
+    with Publisher(str(tmp_path), run_id="a", anchor_ratio=100.0) as publisher:
+        publisher.publish(model()).wait(WAIT_S)
+
+        def interrupted(self: LoopThread, work: Any) -> Any:
+            work.close()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(LoopThread, "run", interrupted)
+            publisher.publish(model(1))
+        changed = model(1)
+        changed["c.bias"][:] = 5
+        published = publisher.publish(changed).wait(WAIT_S)
+    assert published.kind is Kind.DELTA
+    wanted = {name: array.tobytes() for name, array in changed.items()}
+    assert state_of(open_store(str(tmp_path)), published.ref) == wanted
 
 
 def test_closing_finishes_what_is_under_way(tmp_path: Path) -> None:

@@ -98,10 +98,10 @@ def _equal(one: Buffer, other: Buffer) -> bool:
 
 def _copied(raw: RawTensor, digest_kind: str | None) -> tuple[TensorState, str | None]:
     lane = lane_bytes_for(raw.shape, bits_of(raw.dtype))
-    copy = bytearray(raw.nbytes)
+    copy = np.empty(raw.nbytes, np.uint8).data  # a bytearray would be zeroed first
     digest, checksum = lane_digest(raw.data, copy, kind=digest_kind, lane_bytes=lane)
-    view = memoryview(copy).toreadonly()
-    return TensorState(raw.name, raw.dtype, raw.shape, view, checksum), digest
+    state = TensorState(raw.name, raw.dtype, raw.shape, copy.toreadonly(), checksum)
+    return state, digest
 
 
 def _each(work: Callable[[T], R], items: Iterable[T], executor: Executor | None) -> list[R]:

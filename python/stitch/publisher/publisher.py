@@ -246,11 +246,13 @@ class Publisher:
             except BaseException:
                 self._slots.release()
                 raise
+            assert self._worker is not None
+            self._loop.run(self._worker.enqueue(job))
+            # Only now: the next one may be encoded on this one's layer, and if a signal's handler
+            # raised before, nobody will ever run it.
+            self._newest = job.publication
             if number > self._issued:
                 self._head, self._issued = job.layer, number
-            assert self._worker is not None
-            self._newest = job.publication
-            self._loop.run(self._worker.enqueue(job))
             if job.error is not None:
                 raise job.error
             return job.publication
