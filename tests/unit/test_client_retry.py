@@ -293,9 +293,14 @@ async def test_misuse_is_named() -> None:
     with pytest.raises(InvalidInput, match="base URL"):
         AsyncClient("localhost:1")
     async with AsyncClient("http://h") as client:
-        for wrong in ({}, {"prompt": "x", "input_ids": [1]}, {"prompt": "x", "n": 0}):
+        for wrong in (
+            {},
+            {"prompt": "x", "input_ids": [1]},
+            {"prompt": "x", "n": 0},
+            {"prompt": "x", "constraint": "v3"},
+        ):
             with pytest.raises(InvalidInput):
-                await client.generate(**wrong)  # type: ignore[call-overload]
+                await client.generate(**wrong)
 
 
 async def test_a_body_that_is_no_generation_is_corrupt() -> None:

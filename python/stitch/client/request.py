@@ -50,7 +50,15 @@ def chat_body(
 def with_constraint(
     body: dict[str, Any], constraint: Constraint, wait_ms: int | None
 ) -> dict[str, Any]:
-    """`body` with its constraint field; none is added for a request without demands."""
+    """`body` with its constraint field; none is added for a request without demands.
+
+    Raises: InvalidInput for anything but a constraint.
+    """
+    if not isinstance(constraint, Constraint):
+        raise InvalidInput(
+            f"constraint is {constraint!r}; give at_least(v), exactly(v) or lag(k)",
+            param="constraint",
+        )
     if constraint != UNCONSTRAINED:
         field = constraint_to_wire(constraint)
         if wait_ms is not None:

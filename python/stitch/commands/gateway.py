@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from stitch.http.upstream import origin_of
 from stitch.pools import FilePool, Pool, StaticPool
 
 __all__ = ["configure", "run"]
+
+log = logging.getLogger(__name__)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +57,8 @@ async def _serve(options: argparse.Namespace) -> int:
             origin_of(url)
         pool = StaticPool(options.member, env=env)
     else:
+        if not options.pool_file.exists():  # whoever writes it may start later
+            log.warning("no members file yet", extra={"path": str(options.pool_file)})
         pool = FilePool(options.pool_file, env=env)
     config = GatewayConfig(replicas_floor=options.replicas_floor, wait_s_max=options.wait_s_max)
     stop = asyncio.Event()
