@@ -68,7 +68,7 @@ class KeepsCallersBuffers(Publisher):
         raw = {tensor.name: tensor for tensor in view()}
         job = super()._job(session, view, *rest)
         job.layer.after = {
-            name: replace(state, data=memoryview(raw[name].data))
+            name: replace(state, stored=memoryview(raw[name].data))
             for name, state in job.layer.after.items()
         }
         return job
