@@ -282,6 +282,33 @@ def test_an_interrupt_never_leaves_a_baseline_that_is_not_published(
     assert state_of(open_store(str(tmp_path)), published.ref) == wanted
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_measurements_lie_beside_a_version_and_nothing_needs_them(
+    tmp_path: Path, fails: bool
+) -> None:
+    watcher, store = watched(open_store(str(tmp_path)))
+    with Publisher(store, run_id="a", anchor_ratio=100.0) as publisher:
+        publisher.publish(model()).wait(WAIT_S)
+        if fails:
+            watcher.fail_next("put facts", Unavailable("full"))
+        published = publisher.publish(model(1)).wait(WAIT_S)
+    version = tmp_path / "updates" / "weight_v000002"
+    found = list(version.glob("stitch-*.facts.json"))
+    assert len(found) == (0 if fails else 1)
+    index = (version / INDEX_NAME).read_text()
+    manifest = next(p for p in version.glob("stitch-*.json") if p not in found).read_text()
+    assert "facts" not in index + manifest
+    if found:
+        facts = json.loads(found[0].read_text())
+        assert facts["ref"] == {"run_id": "a", "version": 2}
+        assert set(facts["tensors"]) == set(json.loads(index)["weight_map"])
+        assert facts["seconds"]["encode"] > 0
+        found[0].write_text("{")
+    assert state_of(open_store(str(tmp_path)), published.ref) == {
+        name: array.tobytes() for name, array in model(1).items()
+    }
+
+
 def test_closing_finishes_what_is_under_way(tmp_path: Path) -> None:
     publisher = Publisher(str(tmp_path), run_id="a")
     publication = publisher.publish(model())

@@ -29,7 +29,7 @@ LONE_FILE_NAME: Final = "model.safetensors"
 # Weights in other formats, and what belongs to a publication rather than to the model.
 _NOT_A_SIDE_FILE = re.compile(
     r"\..*|.*\.(tmp|safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz)"
-    r"|.*\.index\.json|stitch-[A-Za-z0-9]+\.json"
+    r"|.*\.index\.json|stitch-[A-Za-z0-9]+(\.facts)?\.json"
 )
 # A multiple of every lane.
 _CHECKSUM_CHUNK: Final = 8 << 20

@@ -30,6 +30,7 @@ __all__ = [
     "data_file_name",
     "delta_file",
     "encode_index",
+    "facts_name",
     "manifest_name",
     "number_text",
 ]
@@ -179,6 +180,11 @@ def number_text(version: int) -> str:
 def manifest_name(attempt: str) -> str:
     """`stitch-<attempt>.json`. `attempt` is a fresh nonce of letters and digits."""
     return f"stitch-{_attempt(attempt)}.json"
+
+
+def facts_name(attempt: str) -> str:
+    """`stitch-<attempt>.facts.json`: measurements of the encoder, which nothing refers to."""
+    return f"stitch-{_attempt(attempt)}.facts.json"
 
 
 def data_file_name(attempt: str, i: int, n: int, kind: Kind) -> str:

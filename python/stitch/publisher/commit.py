@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,13 +20,13 @@ from stitch.format.wire import (
     to_json_bytes,
 )
 from stitch.format.write import encode_index, manifest_name
-from stitch.publisher.plan import Plan
+from stitch.publisher.plan import Offer, Plan
 from stitch.publisher.session import Session, fenced
 from stitch.publisher.state import SealedState, TensorFacts
 from stitch.stores.versions import read_manifest
 from stitch.types import Kind, Ref
 
-__all__ = ["Documents", "equal_manifest", "make_documents", "retry_plan"]
+__all__ = ["Documents", "equal_manifest", "make_documents", "make_facts", "retry_plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,27 @@ def make_documents(
         manifest_blake3=digest,
     )
     return Documents(name, data, digest, index)
+
+
+def make_facts(
+    ref: Ref, plan: Plan, offers: Sequence[Offer], seconds: Mapping[str, float]
+) -> bytes:
+    """What it took to make this version, as JSON: seconds, and for each changed tensor its size and
+    its payload's in a delta. Outside the signed bytes; nobody reads it to rebuild anything."""
+    sizes = {
+        name: [tensor.facts.nbytes, tensor.blob_bytes]
+        for offer in offers
+        for name, tensor in offer.tensors.items()
+        if tensor.changed
+    }
+    facts = {
+        "ref": {"run_id": ref.run_id, "version": ref.version},
+        "kind": plan.kind.value,
+        "ranks": len(offers),
+        "seconds": {name: round(value, 6) for name, value in seconds.items()},
+        "tensors": dict(sorted(sizes.items())),
+    }
+    return json.dumps(facts).encode()
 
 
 async def equal_manifest(

@@ -8,6 +8,7 @@ steps are read in this order and share that one owner.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,8 +24,15 @@ from stitch.format.write import (
     anchor_file,
     data_file_name,
     delta_file,
+    facts_name,
 )
-from stitch.publisher.commit import Documents, equal_manifest, make_documents, retry_plan
+from stitch.publisher.commit import (
+    Documents,
+    equal_manifest,
+    make_documents,
+    make_facts,
+    retry_plan,
+)
 from stitch.publisher.job import Job, PipelineOptions, Receipt, make_offer
 from stitch.publisher.plan import (
     FilePlan,
@@ -42,6 +50,8 @@ from stitch.stores.base import Sealed, Staging
 from stitch.types import Kind, Ref
 
 __all__ = ["Pipeline"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -266,7 +276,7 @@ class Pipeline:
         if plan.existing is None:
             assert staging is not None
             manifest_digest, created, count, size = await self._sealed(
-                job, offers, plan, receipts, staging
+                job, offers, plan, receipts, staging, started
             )
         error = None
         try:
@@ -299,6 +309,7 @@ class Pipeline:
         plan: Plan,
         receipts: list[Receipt],
         staging: Staging,
+        started: float,
     ) -> tuple[str, bool, int, int]:
         """Write the documents and seal. Returns manifest digest, created, files, bytes."""
         entries = [entry for receipt in receipts for entry in receipt.entries]
@@ -308,6 +319,7 @@ class Pipeline:
         await self._put(
             staging, documents.manifest_name, [documents.manifest], len(documents.manifest)
         )
+        await self._put_facts(job, offers, plan, staging, started)
         result = await self.seal(job, staging, documents)
         size = sum(entry.size for entry in entries) + len(documents.manifest) + len(documents.index)
         if result.created:
@@ -358,6 +370,17 @@ class Pipeline:
             except Unavailable:
                 job.layer.doubtful = True
                 raise
+
+    async def _put_facts(
+        self, job: Job, offers: list[Offer], plan: Plan, staging: Staging, started: float
+    ) -> None:
+        """Measurements beside the version. Without them it is as good."""
+        seconds = {"encode": job.encode_s, "write": self.env.clock.monotonic() - started}
+        facts = make_facts(job.publication.ref, plan, offers, seconds)
+        try:
+            await staging.put(facts_name(plan.attempt), [facts])
+        except StitchError as error:
+            log.warning("encoder facts not written", extra={"reason": error.message[:500]})
 
     async def _side_files(self, staging: Staging) -> list[FileEntry]:
         """Config and tokenizer files: a public reader keeps only what an anchor has."""

@@ -18,7 +18,8 @@ class WatchedStore:
     """Passes every call on to `inner`, unless told otherwise.
 
     violations: pointer moves to something that was not a complete version. failing: method names
-    ("put", "seal", "swap_pointer") whose next calls raise the given error, before they act.
+    ("put", "put facts" for the measurements, "seal", "swap_pointer") whose next calls raise the
+    given error, before they act.
     lost_replies: swaps whose reply is lost; True if they take effect all the same. lost_seals: the
     same for seals, which then raise Unavailable.
     gate: while cleared, `put` waits.
@@ -80,7 +81,7 @@ class _WatchedStaging:
         # Chunks are read after the gate opens, as a slow upload would.
         while not self._store.gate.is_set():
             await _turn()
-        self._store._maybe_fail("put")
+        self._store._maybe_fail("put facts" if name.endswith(".facts.json") else "put")
         self._store.put_count += 1
         return await self._inner.put(name, chunks)
 
