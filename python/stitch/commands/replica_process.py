@@ -201,6 +201,8 @@ class ReplicaProcess:
         sidecar = await serve_sidecar(replica, host=options.host, port=options.port, env=env)
         self._url = f"http://{options.host}:{sidecar.port}"
         self._write_ready()
+        if boot.directory == options.model.absolute():
+            log.info(_NO_POINTER if boot.run_id else _NO_RUN, extra={"store": store.url})
         self._announce(self._url)
         return replica, sidecar, engine
 
@@ -234,7 +236,6 @@ class ReplicaProcess:
         options, env = self._options, self._env
         if await resolve_pointer(store, None, env=env) is None:
             await env.offload(lambda: open_base(options.model).close())
-            log.info(_NO_POINTER if options.run_id else _NO_RUN, extra={"store": store.url})
             return _Boot(options.model.absolute(), options.run_id, options.boot_version)
         made = await bootstrap(store, options.model, work_dir / "boot", env, run_id=options.run_id)
         log.info("bootstrapped", extra={"ref": str(made.ref), "applied": made.applied})
