@@ -165,6 +165,28 @@ def test_an_anchor_carries_config_and_tokenizer(tmp_path: Path) -> None:
             assert [path.name for path in reader.checkpoint.side_files] == ["config.json"]
 
 
+def test_a_side_file_that_no_manifest_can_name_is_left_out(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(BASE, base)
+    for name in ("Some License.md", "_x.json", "\N{LATIN SMALL LETTER U WITH DIAERESIS}.txt"):
+        (base / name).write_text("x")
+    with Publisher(str(tmp_path / "root"), run_id="a", base=base) as publisher:
+        publisher.publish(base_tensors(), anchor=True).wait(WAIT_S)
+    found = {path.name for path in (tmp_path / "root" / "updates" / "weight_v000001").iterdir()}
+    assert {name for name in found if name.endswith(("md", "txt"))} == set()
+    assert "config.json" in found
+
+
+def test_documents_that_no_reader_takes_are_not_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stitch.publisher.commit.INDEX_SIZE_MAX", 500)
+    with Publisher(str(tmp_path), run_id="a") as publisher:
+        with pytest.raises(InvalidInput, match="shorter names"):
+            publisher.publish({f"layer{i}": np.ones(1) for i in range(30)}).wait(WAIT_S)
+        assert publisher.publish({"w": np.ones(1)}).wait(WAIT_S).ref == Ref("a", 1)
+
+
 def test_a_restart_with_a_pruned_chain_writes_an_anchor(tmp_path: Path) -> None:
     """Deltas that are gone are never applied around; the state comes from the trainer (B23)."""
     tensors = base_tensors()

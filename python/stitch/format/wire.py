@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from stitch.types import VERSION_MAX, Ref
 
 __all__ = [
+    "FILE_NAME",
     "FORMAT_MAJOR",
     "FORMAT_MINOR",
     "MANIFEST_DIGEST_KEY",
@@ -36,9 +37,9 @@ MANIFEST_DIGEST_KEY: Final = "stitch_manifest_blake3"
 Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Version = Annotated[int, Field(strict=True, ge=0, le=VERSION_MAX)]
-FileName = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", strict=True)
-]
+# What a file must be called to be listed in a manifest.
+FILE_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
+FileName = Annotated[str, StringConstraints(pattern=f"^{FILE_NAME}$", strict=True)]
 ChecksumText = Annotated[str, StringConstraints(pattern=r"^add1/[1248]/[0-9a-f]{32}$")]
 
 

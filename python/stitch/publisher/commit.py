@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stitch.checksum import blake3
-from stitch.errors import Conflict, NotVisibleYet
+from stitch.errors import Conflict, InvalidInput, NotVisibleYet
+from stitch.format.manifest import MANIFEST_SIZE_MAX
 from stitch.format.records import version_prefix
+from stitch.format.shards import INDEX_SIZE_MAX
 from stitch.format.wire import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
@@ -87,6 +89,15 @@ def make_documents(
         manifest_name=name,
         manifest_blake3=digest,
     )
+    for what, size, size_max in (
+        ("manifest", len(data), MANIFEST_SIZE_MAX),
+        ("index", len(index), INDEX_SIZE_MAX),
+    ):
+        if size > size_max:
+            raise InvalidInput(
+                f"the {what} of {ref} has {size} bytes and readers take {size_max}: publish fewer "
+                "tensors, or under shorter names"
+            )
     return Documents(name, data, digest, index)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,13 +18,15 @@ from stitch.format.checkpoint import Checkpoint
 from stitch.format.dtypes import bits_of
 from stitch.format.publication import PublicationReader
 from stitch.format.rebuild import RebuiltTensor, TensorSource, rebuild
-from stitch.format.wire import RunRecord
+from stitch.format.wire import FILE_NAME, RunRecord
 from stitch.publisher.state import SealedState, TensorFacts, TensorState
 from stitch.stores.base import Store
 from stitch.stores.versions import chain_for, fetch_version, record_of
 from stitch.types import Kind, Ref
 
 __all__ = ["Loader"]
+
+log = logging.getLogger(__name__)
 
 _FORKS_MAX: Final = 64
 _SIDE_FILE_BYTES_MAX: Final = 64 * 2**20
@@ -197,6 +201,9 @@ def _side_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     size = 0
     for path in checkpoint.side_files:
+        if not re.fullmatch(FILE_NAME, path.name):
+            log.warning("left out of anchors: no manifest can name it", extra={"file": path.name})
+            continue
         size += path.stat().st_size
         if size > _SIDE_FILE_BYTES_MAX:
             raise InvalidInput(
