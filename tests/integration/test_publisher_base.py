@@ -433,7 +433,10 @@ def test_a_model_without_tensors_is_refused(rebase: bool) -> None:
         publisher.publish(model(1)).wait(WAIT_S)
 
 
-def test_a_process_that_ends_without_closing_says_what_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("publisher", ["kept", "dropped"])
+def test_a_process_that_ends_without_closing_says_what_is_lost(
+    tmp_path: Path, publisher: str
+) -> None:
     script = """
 import sys, threading
 import numpy as np
@@ -444,9 +447,11 @@ publisher = Publisher(store, run_id="a")
 publisher.publish({"w": np.zeros(3)}).wait()
 watcher.gate.clear()
 publisher.publish({"w": np.ones(3)})
+if sys.argv[2] == "dropped":
+    del publisher
 """
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
+        [sys.executable, "-c", script, str(tmp_path), publisher],
         capture_output=True,
         text=True,
         timeout=60,

@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -120,7 +119,9 @@ class Publisher:
             cache_dir=self._cache_dir,
             threads=self._threads,
         )
-        self._on_exit = functools.partial(_warn_of_loss, weakref.ref(self))
+        # The last publication, in a box: the exit hook must not keep this object alive.
+        self._newest: list[Publication] = []
+        self._on_exit = functools.partial(_warn_of_loss, self._newest)
         self._run_id = run_id
         self._in_flight_max = in_flight_max
         self._slots = threading.BoundedSemaphore(in_flight_max)
@@ -131,7 +132,6 @@ class Publisher:
         self._worker: Worker | None = None
         # The newest publication, which the next one is encoded on, and the number it has.
         self._head: Layer | None = None
-        self._newest: Publication | None = None
         self._issued = -1
         self._closed = False
 
@@ -250,7 +250,7 @@ class Publisher:
             self._loop.run(self._worker.enqueue(job))
             # Only now: the next one may be encoded on this one's layer, and if a signal's handler
             # raised before, nobody will ever run it.
-            self._newest = job.publication
+            self._newest[:] = [job.publication]
             if number > self._issued:
                 self._head, self._issued = job.layer, number
             if job.error is not None:
@@ -402,14 +402,14 @@ class Publisher:
         self.close()
 
 
-def _warn_of_loss(reference: weakref.ref[Publisher]) -> None:
+def _warn_of_loss(newest: Sequence[Publication]) -> None:
     """At the end of a process that did not close its publisher: by now nothing can be written."""
-    publisher = reference()
-    newest = publisher._newest if publisher is not None else None
-    if newest is not None and (not newest.done() or newest.error is not None):
-        log.warning(
-            "the process ended before %s was published: close the publisher, or wait()", newest.ref
-        )
+    for publication in newest:
+        if not publication.done() or publication.error is not None:
+            log.warning(
+                "the process ended before %s was published: close the publisher, or wait()",
+                publication.ref,
+            )
 
 
 def _same_model(one: SealedState, other: SealedState) -> bool:
