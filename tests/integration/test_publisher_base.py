@@ -331,6 +331,22 @@ def test_measurements_lie_beside_a_version_and_nothing_needs_them(
     }
 
 
+def test_publications_are_counted(tmp_path: Path) -> None:
+    watcher, store = watched(open_store(str(tmp_path)))
+    with Publisher(store, run_id="a", anchor_ratio=100.0) as publisher:
+        assert publisher.metrics_text() == ""
+        publisher.publish(model()).wait(WAIT_S)
+        watcher.fail_next("put", Unavailable("full"))
+        with pytest.raises(Unavailable):
+            publisher.publish(model(1)).wait(WAIT_S)
+        publisher.publish(model(1)).wait(WAIT_S)
+        page = publisher.metrics_text()
+    for outcome in ("anchor", "failed", "delta"):
+        assert f'stitch_publish_total{{outcome="{outcome}"}} 1\n' in page
+    assert 'stitch_publish_version{run_id="a"} 2\n' in page
+    assert "stitch_publish_encode_seconds_count 2\n" in page
+
+
 def test_closing_finishes_what_is_under_way(tmp_path: Path) -> None:
     publisher = Publisher(str(tmp_path), run_id="a")
     publication = publisher.publish(model())

@@ -34,6 +34,7 @@ from stitch.publisher.commit import (
     retry_plan,
 )
 from stitch.publisher.job import Job, PipelineOptions, Receipt, make_offer
+from stitch.publisher.measures import Measures
 from stitch.publisher.plan import (
     FilePlan,
     Offer,
@@ -72,6 +73,7 @@ class Pipeline:
         self.ranks = ranks
         self.env = env
         self.options = options
+        self.measures = Measures()
         # Names this rank has ever given: their bytes are its baseline.
         self._mine: set[str] = set()
 
@@ -86,9 +88,12 @@ class Pipeline:
         except BaseException:
             if not job.layer.sealed:
                 job.layer.failed = True
+            self.measures.failed()
             raise
         if outcome.error is not None:
+            self.measures.failed()
             raise outcome.error
+        self.measures.published(outcome.published)
         return outcome.published
 
     async def _publish(self, job: Job) -> _Outcome:

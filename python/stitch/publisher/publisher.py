@@ -30,6 +30,7 @@ from stitch.publisher.encode import Change, copy_all, encode_changes
 from stitch.publisher.job import Job, PipelineOptions
 from stitch.publisher.live import FetchReport, LiveWatch, fetch_server_info
 from stitch.publisher.loop import LoopThread
+from stitch.publisher.measures import Measures
 from stitch.publisher.pipeline import Pipeline
 from stitch.publisher.publication import LiveReport, Publication
 from stitch.publisher.ranks import Ranks, open_ranks
@@ -73,6 +74,7 @@ class Publisher:
     """
 
     pipeline_class: type[Pipeline] = Pipeline
+    _measures: Measures | None = None
 
     def __init__(
         self,
@@ -164,6 +166,7 @@ class Publisher:
             self._session = session
             self._issued = session.sealed.ref.version
             pipeline = self.pipeline_class(session, self._ranks, self._env, self._options)
+            self._measures = pipeline.measures
             self._worker = self._loop.run(self._start(pipeline))
             atexit.register(self._on_exit)
         return self._session
@@ -339,6 +342,15 @@ class Publisher:
         watch = LiveWatch(self._pool, self._env, self._fetch_report)
         ref = Ref(self.run_id, version)
         return self._loop.run(watch.wait(ref, replicas=replicas, timeout_s=timeout))
+
+    def metrics_text(self) -> str:
+        """This publisher's metrics in Prometheus' text form, for the trainer's own page; empty
+        before the run is claimed. Raises: Unavailable once closed."""
+        with self._order:
+            if self._closed:
+                raise Unavailable("the publisher is closed")
+            measures = self._measures
+            return self._loop.run(measures.text()) if measures is not None else ""
 
     # Forking and closing
 
