@@ -194,18 +194,28 @@ UNCONSTRAINED: Final = Constraint()
 
 
 def at_least(version: int, *, run_id: str | None = None) -> Constraint:
-    """A constraint met by `version` or any later version of the run."""
-    return Constraint(min_version=version, run_id=run_id)
+    """A constraint met by `version` or any later version of the run. Raises: InvalidInput."""
+    return Constraint(min_version=_count(version, "min_version"), run_id=run_id)
 
 
 def exactly(version: int, *, run_id: str | None = None) -> Constraint:
-    """A constraint met by `version` alone."""
-    return Constraint(exact_version=version, run_id=run_id)
+    """A constraint met by `version` alone. Raises: InvalidInput."""
+    return Constraint(exact_version=_count(version, "exact_version"), run_id=run_id)
 
 
 def lag(versions: int, *, run_id: str | None = None) -> Constraint:
-    """A constraint met by the newest version or one at most `versions` behind it."""
-    return Constraint(max_lag=versions, run_id=run_id)
+    """A constraint met by the newest version or one at most `versions` behind it.
+
+    Raises: InvalidInput.
+    """
+    return Constraint(max_lag=_count(versions, "max_lag"), run_id=run_id)
+
+
+def _count(value: int, param: str) -> int:
+    """`value`, if it is one that a server would take. `Constraint` itself stays cheap to make."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= VERSION_MAX:
+        raise InvalidInput(f"{param} {value!r} must be an integer from 0 to 2**53 - 1", param=param)
+    return value
 
 
 class Unmet(StrEnum):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from stitch.errors import Conflict, CorruptData, InvalidInput
@@ -119,6 +121,13 @@ def test_lag_needs_a_pointer_of_the_same_run() -> None:
     assert check_constraint(lag(1), A5, latest=Ref("a", 6)) is None
     assert check_constraint(lag(1), A5, latest=Ref("a", 7)) is Unmet.BEHIND
     assert check_constraint(lag(0), A5, latest=Ref("b", 99)) is None
+
+
+@pytest.mark.parametrize("make", [at_least, exactly, lag])
+@pytest.mark.parametrize("wrong", [-1, "3", True, 1.0, None, 2**53])
+def test_a_constraint_that_no_server_takes_is_not_built(make: Any, wrong: Any) -> None:
+    with pytest.raises(InvalidInput, match="must be an integer"):
+        make(wrong)
 
 
 def test_spans_tile_the_completion() -> None:
