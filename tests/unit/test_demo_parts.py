@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import random
 import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
+from stitch.cli import main
+from stitch.commands.demo import _summarize
 from stitch.demo import task
 from stitch.demo.checks import Check, all_checks, reward_check, swap_target
 from stitch.demo.labels import LabelReport
 from stitch.demo.record import Activation, RunRecord, StepRecord
 from stitch.demo.report import html_report, summary_rows
+from stitch.demo.run import Outcome
 from stitch.demo.settings import DemoSettings
 from stitch.demo.svg import Lane, bar_chart, histogram, line_chart, timeline
+from stitch.demo.view import open_view
 from stitch.errors import InvalidInput
+from stitch.types import Ref
 
 SETTINGS = DemoSettings(out=Path("unused"))
 
@@ -85,6 +92,70 @@ def test_labels_pass_only_if_right_is_accepted_and_wrong_is_not() -> None:
     assert not too_lax.passed
     nothing = LabelReport(2e-4, 0.95)
     assert not nothing.passed
+
+
+def test_without_neighbours_the_check_says_that_none_could_be_tested() -> None:
+    alone = good_labels()
+    alone.neighbours = alone.rejected = 0
+    checks = all_checks(SETTINGS, filled(), alone, latest=1, live=[], missing={})
+    detail = next(check.detail for check in checks if check.name == "labels are true")
+    assert "none could be tested" in detail
+    assert "rejected in" not in detail
+    assert "none could be tested" in html_report(SETTINGS, filled(), alone, [])
+
+
+def test_progress_of_the_label_check_is_a_line_every_few_seconds() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    view = open_view(SETTINGS, console)
+    now = [0.0]
+    record = RunRecord(lambda: now[0])
+    view.attach(record)
+    for done, now[0] in ((0, 1.0), (1, 2.0), (2, 5.0), (3, 6.0)):
+        record.phase = f"checking labels: {done} of 3 versions"
+        view.progress()
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "   1.0 s  checking labels: 0 of 3 versions",
+        "   6.0 s  checking labels: 3 of 3 versions",
+    ]
+
+
+def test_the_summary_breaks_between_words_on_a_narrow_terminal() -> None:
+    record = filled()
+    checks = all_checks(SETTINGS, record, good_labels(), latest=20, live=["[r]"], missing={})
+    outcome = Outcome(record, good_labels(), checks, Ref("demo", 20), Path("demo-out/report.html"))
+    narrow = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    _summarize(outcome, narrow)
+    lines = narrow.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    words = {word for check in checks for word in check.detail.split()}
+    shown = {word for line in lines for word in line.split()}
+    assert words <= shown
+
+
+def test_an_interrupt_says_where_to_look(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stitch.demo.run.run_demo", interrupted)
+    assert main(["demo", "--out", str(tmp_path)]) == 130
+    said = capsys.readouterr().err
+    assert "interrupted; no report was written" in said
+    assert str(tmp_path / "logs") in said
+
+
+def test_axes_keep_their_names_and_marks_apart() -> None:
+    chart = ElementTree.fromstring(
+        line_chart([("reward", [(0, 0.0), (9, 1.0)])], x_name="seconds", y_name="reward", y_max=1.0)
+    )
+    height = {text.text: float(text.get("y", "0")) for text in chart.iter("text")}
+    assert height["1"] - height["reward"] >= 12
+    bars = ElementTree.fromstring(
+        bar_chart([(0, 5, 0), (1, 0, 0), (2, 700, 0)], x_name="age", y_name="n", label="l")
+    )
+    texts = [t for t in bars.iter("text") if t.get("text-anchor") == "middle"]
+    assert [text.text for text in texts] == ["0", "1", "2"]
 
 
 def test_a_missed_target_is_shown_and_does_not_decide() -> None:

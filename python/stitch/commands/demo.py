@@ -1,6 +1,7 @@
 """`stitch demo`: a small asynchronous RL job with replicas that die and join.
 
-Exit code 0 if every check passed, 1 if one failed, 2 if the run could not be carried out.
+Exit code 0 if every check passed, 1 if one failed, 2 if the run could not be carried out, 130
+if it was interrupted.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from stitch.env import Env
 from stitch.errors import InvalidInput
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from stitch.demo.run import Outcome
 
 __all__ = ["configure", "run"]
+
+_DETAIL_COLUMN: Final = 40
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,15 +89,33 @@ def run(options: argparse.Namespace) -> int:
             with contextlib.suppress(KeyboardInterrupt):
                 threading.Event().wait()
 
-    outcome = run_demo(settings, open_view(settings, console), env=Env(), on_done=done)
+    try:
+        outcome = run_demo(settings, open_view(settings, console), env=Env(), on_done=done)
+    except KeyboardInterrupt:
+        sys.stderr.write(_interrupted(settings.out.absolute()))
+        return 130
     return 0 if outcome.passed else 1
 
 
+def _interrupted(out: Path) -> str:
+    """Where to look after Ctrl-C: the run has replaced an earlier one's files."""
+    report = out / "report.html"
+    written = f"the report is {report}" if report.exists() else "no report was written"
+    return f"stitch demo: interrupted; {written}; logs are in {out / 'logs'}\n"
+
+
 def _summarize(outcome: Outcome, console: Console) -> None:
+    from rich.markup import escape
+
     from stitch.demo.report import summary_rows
 
     def say(style: str, word: str, name: str, detail: str) -> None:
-        console.print(f"[{style}]{word:>7}[/{style}]  {name:<30}", detail, soft_wrap=True)
+        # A terminal would break lines in the middle of words; a file is no place for breaks.
+        room = max(20, console.width - _DETAIL_COLUMN) if console.is_terminal else 10_000
+        first, *rest = textwrap.wrap(detail, room, break_on_hyphens=False) or [""]
+        console.print(f"[{style}]{word:>7}[/{style}]  {name:<30} {escape(first)}", soft_wrap=True)
+        for line in rest:
+            console.print(f"{'':{_DETAIL_COLUMN}}{line}", markup=False, soft_wrap=True)
 
     for name, detail in summary_rows(outcome.record):
         say("dim", "", name, detail)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Final
 
 from stitch.demo.labels import LabelReport
 from stitch.demo.record import RunRecord
 from stitch.demo.settings import DemoSettings
 
-__all__ = ["Check", "all_checks", "reward_check", "swap_target"]
+__all__ = ["NO_NEIGHBOURS", "Check", "all_checks", "reward_check", "swap_target"]
+
+
+NO_NEIGHBOURS: Final = "none could be tested, no weights differ between neighbouring versions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +89,17 @@ def _converged(
 
 
 def _labels(labels: LabelReport) -> Check:
+    rejected = (
+        f"neighbouring versions rejected in {labels.rejected_share:.1%} of {labels.neighbours}"
+        if labels.neighbours
+        else f"neighbouring versions: {NO_NEIGHBOURS}"
+    )
     carried = f", {labels.carried} carried spans not judged" if labels.carried else ""
     return Check(
         "labels are true",
         labels.passed,
         f"{labels.accepted} of {labels.spans} spans match their version within "
-        f"{labels.tolerance:g} nats (worst {labels.error_max:.1e}); neighbouring versions "
-        f"rejected in {labels.rejected_share:.1%} of {labels.neighbours}{carried}",
+        f"{labels.tolerance:g} nats (worst {labels.error_max:.1e}); {rejected}{carried}",
     )
 
 

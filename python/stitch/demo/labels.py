@@ -102,7 +102,10 @@ def check_labels(
     env: Env,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LabelReport:
-    """Recompute and judge. `scratch` must not exist; it is removed again."""
+    """Recompute and judge. `scratch` must not exist; it is removed again.
+
+    `on_progress` gets how many of the run's versions are done, and how many there are.
+    """
     report = LabelReport(tolerance, reject_min, trajectories=len(trajectories))
     claims = _claims(trajectories, report)
     report.versions = len(claims)
@@ -121,7 +124,7 @@ def check_labels(
             load_tensors(model, load_file(directory / "model.safetensors"))
             near = [c for v in (version - 1, version, version + 1) for c in claims.get(v, ())]
             held += [(version, claim, error) for claim, error in scorer.errors(near)]
-            on_progress(version - boot_version, latest - boot_version)
+            on_progress(version - boot_version + 1, latest - boot_version + 1)
     finally:
         scorer.close()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -215,7 +218,7 @@ class _Scorer:
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)
 
 
 def _judge(

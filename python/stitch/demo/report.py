@@ -7,7 +7,7 @@ from html import escape
 from statistics import median, quantiles
 from typing import Final
 
-from stitch.demo.checks import Check
+from stitch.demo.checks import NO_NEIGHBOURS, Check
 from stitch.demo.labels import LabelReport
 from stitch.demo.record import RunRecord
 from stitch.demo.settings import DemoSettings
@@ -102,7 +102,10 @@ def _traffic_sections(record: RunRecord) -> str:
         label="bytes per version",
     )
     ages = bar_chart(
-        [(float(age), float(n), 0) for age, n in sorted(record.staleness.counts.items())],
+        [
+            (float(age), float(record.staleness.counts.get(age, 0)), 0)
+            for age in range(max(record.staleness.counts, default=-1) + 1)
+        ],
         x_name="versions",
         y_name="tokens",
         label="tokens by staleness",
@@ -204,14 +207,18 @@ def _label_rows(labels: LabelReport) -> list[tuple[str, str]]:
         ("spans accepted", f"{labels.accepted} of {labels.spans}"),
         ("spans with carried state, not judged", str(labels.carried)),
         ("greatest error", f"{labels.error_max:.2e} nats; accepted up to {labels.tolerance:g}"),
-        (
-            "neighbouring versions rejected",
-            f"{labels.rejected} of {labels.neighbours} "
-            f"({labels.rejected_share:.2%}); the error there "
-            f"is {labels.neighbour_error_median:.2e} nats at the median, above "
-            f"{labels.neighbour_error_low:.2e} in 99 %",
-        ),
+        ("neighbouring versions rejected", _rejected(labels)),
     ]
+
+
+def _rejected(labels: LabelReport) -> str:
+    if not labels.neighbours:
+        return NO_NEIGHBOURS
+    return (
+        f"{labels.rejected} of {labels.neighbours} ({labels.rejected_share:.2%}); the error there "
+        f"is {labels.neighbour_error_median:.2e} nats at the median, above "
+        f"{labels.neighbour_error_low:.2e} in 99 %"
+    )
 
 
 def _kinds(record: RunRecord) -> str:

@@ -151,8 +151,13 @@ def _train(
 def _check_labels(
     settings: DemoSettings, record: RunRecord, out: Path, latest: Ref, view: View, env: Env
 ) -> LabelReport:
-    record.phase = "checking labels"
     view.step()
+
+    def progress(done: int, total: int) -> None:
+        record.phase = f"checking labels: {done} of {total} versions"
+        view.progress()
+
+    progress(0, latest.version + 1)
     trajectories = record.trajectories
     if settings.shift_labels:
         trajectories = shifted(
@@ -169,6 +174,7 @@ def _check_labels(
         tolerance=settings.tolerance,
         reject_min=settings.reject_min,
         env=env,
+        on_progress=progress,
     )
 
 

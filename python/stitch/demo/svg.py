@@ -9,8 +9,9 @@ from html import escape
 
 __all__ = ["Lane", "bar_chart", "histogram", "line_chart", "timeline"]
 
-_WIDTH, _HEIGHT = 880, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 34
+_WIDTH, _HEIGHT = 880, 252
+# The y axis' name has the top line to itself.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 26, 34
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,21 @@ class Lane:
 
 
 class _Axes:
-    """Maps data to the plot area and draws its frame."""
+    """Maps data to the plot area and draws its frame. whole: mark only integers on the x axis."""
 
     def __init__(
-        self, x: tuple[float, float], y: tuple[float, float], *, x_name: str, y_name: str
+        self,
+        x: tuple[float, float],
+        y: tuple[float, float],
+        *,
+        x_name: str,
+        y_name: str,
+        whole: bool = False,
     ) -> None:
         self.x0, self.x1 = x[0], max(x[1], x[0] + 1e-9)
         self.y0, self.y1 = y[0], max(y[1], y[0] + 1e-9)
         self.names = (x_name, y_name)
+        self.whole = whole
 
     def at_x(self, value: float) -> float:
         return _LEFT + (value - self.x0) / (self.x1 - self.x0) * (_WIDTH - _LEFT - _RIGHT)
@@ -50,6 +58,8 @@ class _Axes:
                          f'y2="{y:.1f}"/>')  # fmt: skip
             parts.append(_text(_LEFT - 6, y + 4, f"{value:g}", "end"))
         for value in _ticks(self.x0, self.x1):
+            if self.whole and value % 1:
+                continue
             parts.append(_text(self.at_x(value), _HEIGHT - _BOTTOM + 16, f"{value:g}", "middle"))
         parts.append(_text(_WIDTH - _RIGHT, _HEIGHT - 3, self.names[0], "end"))
         parts.append(_text(4, 11, self.names[1], "start"))
@@ -84,13 +94,13 @@ def line_chart(
 def bar_chart(
     bars: Sequence[tuple[float, float, int]], *, x_name: str, y_name: str, label: str
 ) -> str:
-    """Bars at (x, height, colour number)."""
+    """Bars at (x, height, colour number); each x is an integer."""
     if not bars:
         return _empty()
     xs = [x for x, _, _ in bars]
     axes = _Axes(
         (min(xs) - 0.5, max(xs) + 0.5), (0.0, max(h for _, h, _ in bars) * 1.05),
-        x_name=x_name, y_name=y_name,
+        x_name=x_name, y_name=y_name, whole=True,
     )  # fmt: skip
     width = max(1.0, (axes.at_x(1) - axes.at_x(0)) * 0.8)
     parts = [axes.frame()]

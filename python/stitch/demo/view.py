@@ -18,6 +18,7 @@ __all__ = ["LiveView", "PlainView", "View", "byte_text", "open_view"]
 _SPARKS = "▁▂▃▄▅▆▇█"
 _STATE_STYLE = {"READY": "green", "KILLED": "red", "GONE": "red", "UNKNOWN": "yellow"}
 _PLAIN_EVERY = 5
+_PROGRESS_S = 5.0
 
 
 class View(Protocol):
@@ -29,6 +30,10 @@ class View(Protocol):
 
     def step(self) -> None:
         """A training step ended, or something else is worth a look."""
+        ...
+
+    def progress(self) -> None:
+        """The record's phase got on."""
         ...
 
     def say(self, text: str) -> None:
@@ -54,6 +59,7 @@ class PlainView:
         self._record: RunRecord | None = None
         self._notes = 0
         self._step = 0
+        self._progress_s = -_PROGRESS_S
 
     def attach(self, record: RunRecord) -> None:
         self._record = record
@@ -78,6 +84,13 @@ class PlainView:
                 f"{last.reward:.3f}  v{last.version}  staleness {last.staleness_mean:.1f}  "
                 f"{_bytes_of_last(record)}  {lags}"
             )
+
+    def progress(self) -> None:
+        """A line every few seconds."""
+        record = self._record
+        if record is not None and record.now_s - self._progress_s >= _PROGRESS_S:
+            self._progress_s = record.now_s
+            self.say(f"{record.now_s:6.1f} s  {record.phase}")
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -107,6 +120,9 @@ class LiveView:
 
     def step(self) -> None:
         """The table refreshes by itself."""
+
+    def progress(self) -> None:
+        """The phase is drawn with the table."""
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)
