@@ -64,6 +64,7 @@ def test_show(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "run run-s:",
         "forked from run-s at 5",
         "overwrite/blake3",
+        "data bytes",
     ):
         assert words in text
     assert len([line for line in text.splitlines() if "weight_v00000" in line]) == 8

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stitch.errors import InvalidInput
-from stitch.local import LocalPool
+from stitch.local import LocalPool, LocalReplica
 from stitch.local.probe import probe
 from stitch.local.processes import Child, Spawner, Warden, last_lines
 
@@ -17,6 +18,12 @@ LONG = ["sleep", "60"]
 
 def start(spawner: Spawner, tmp_path: Path, command: list[str]) -> Child:
     return spawner.spawn("child", command, log_path=tmp_path / "child.log", environment={"A": "b"})
+
+
+def test_a_replica_is_shown_by_name_and_address(tmp_path: Path) -> None:
+    child: Any = None
+    replica = LocalReplica("replica-0", child, "http://127.0.0.1:1", tmp_path, tmp_path, tmp_path)
+    assert repr(replica) == "LocalReplica(id='replica-0', url='http://127.0.0.1:1')"
 
 
 def test_a_child_outlives_the_thread_that_asked_for_it_and_not_the_spawner(tmp_path: Path) -> None:

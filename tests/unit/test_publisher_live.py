@@ -217,6 +217,22 @@ async def test_reports_come_from_server_info_over_http() -> None:
         await fetch_server_info(f"http://127.0.0.1:{port}")
 
 
+def test_a_failed_publication_is_one_line_that_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """Where logging was not set up, the message alone is shown."""
+    store = MemoryStore()
+
+    async def begin(prefix: str, *, attempt: str) -> Any:
+        raise InvalidInput(f"{store.url} takes no version\nnow")
+
+    store.begin = begin  # type: ignore[method-assign]
+    with Publisher(store, run_id="a") as publisher:
+        publication = publisher.publish({"w": np.ones(99, np.float32)})
+        with pytest.raises(InvalidInput, match="takes no version"):
+            publication.wait(30)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "stitch.publisher.worker"]
+    assert line == f"publishing a/weight_v000001 failed: {store.url} takes no version now"
+
+
 def test_a_publisher_asks_its_pool() -> None:
     async def fetch(url: str) -> Mapping[str, Any]:
         served = {"run_id": "a", "version": 1}

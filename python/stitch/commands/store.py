@@ -170,7 +170,7 @@ def _run_lines(item: RunSurvey) -> list[str]:
     lines = [f"run {item.run_id}: {', '.join(facts)}"]
     if item.versions:
         head = f"  {'version':<16} {'kind':<7} {'base':>8} {'encoding':<20}"
-        lines.append(f"{head} {'tensors':>8} {'files':>6} {'bytes':>16}")
+        lines.append(f"{head} {'tensors':>8} {'shards':>6} {'data bytes':>16}")
     for version in item.versions:
         encoding = "/".join(filter(None, (version.encoding, version.checksum_format))) or "-"
         base = "-" if version.base_version is None else str(version.base_version)

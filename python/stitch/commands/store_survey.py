@@ -47,7 +47,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VersionSurvey:
-    """One version as its index and manifest describe it."""
+    """One version as its index and manifest describe it.
+
+    files: its shards. bytes: its data, the shards and an anchor's side files; index and manifest,
+    which `Published.bytes` counts too, are left out.
+    """
 
     version: int
     kind: str

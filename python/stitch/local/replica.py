@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ class LocalReplica:
     """One replica of the pool: a sidecar process and the engine process under it."""
 
     id: str
-    child: Child
+    child: Child = field(repr=False)
     url: str
-    ready_path: Path
-    work_dir: Path
-    ram_dir: Path
-    leaving: bool = False
+    ready_path: Path = field(repr=False)
+    work_dir: Path = field(repr=False)
+    ram_dir: Path = field(repr=False)
+    leaving: bool = field(default=False, repr=False)
 
     @property
     def pid(self) -> int:

@@ -15,9 +15,10 @@ __all__ = ["LiveReport", "Publication", "Published"]
 class Published:
     """A version that is sealed and pointed to.
 
-    bytes, files: what was written over all ranks, manifest and index included. changed: tensors
-    that differ from the version before. encode_s is this rank's, before `publish` returned.
-    created: False if an equal version was there already and nothing was written.
+    bytes, files: what was written over all ranks, manifest and index included (`stitch store show`
+    leaves those two out). changed: tensors that differ from the version before. encode_s is this
+    rank's, before `publish` returned. created: False if an equal version was there already and
+    nothing was written.
     """
 
     ref: Ref

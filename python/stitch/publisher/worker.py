@@ -70,7 +70,9 @@ class Worker:
             raise
         except Exception as error:
             # Task boundary: the failure belongs to this publication and its waiter.
-            log.warning("publish failed", extra={"ref": str(ref), "reason": str(error)[:500]})
+            # The reason is in the message: where logging was not set up, nothing else is shown.
+            reason = " ".join(str(error).split())[:500] or type(error).__name__
+            log.warning("publishing %s failed: %s", ref, reason)
             job.publication.resolve(error)
             return
         log.info(
