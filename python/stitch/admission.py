@@ -109,7 +109,10 @@ class _Waiter:
 
 
 class AdmissionGate:
-    """Admits requests to the served version; the reconciler alone closes, labels and opens."""
+    """Admits requests to the served version; the reconciler alone closes, labels and opens.
+
+    `why_unserved` is the reconciler's word, for people, on why no version is served.
+    """
 
     def __init__(self, env: Env, config: GateConfig | None = None) -> None:
         self._env = env
@@ -126,6 +129,7 @@ class AdmissionGate:
         self._drains: list[asyncio.Event] = []
         self._highest: Ref | None = None
         self._deferred = 0
+        self.why_unserved: str | None = None
         self.on_change: Callable[[], None] | None = None
         self.on_refused: Callable[[Unmet], None] | None = None
 
@@ -354,7 +358,9 @@ class AdmissionGate:
             return NeverSatisfiable(
                 f"run {constraint.run_id!r} was superseded; the store names another run", **fields
             )
-        return NotReady(f"this replica serves {served or 'no known version'}", **fields)
+        nothing = self.why_unserved or "this replica serves no known version"
+        message = nothing if served is None else f"this replica serves {served}"
+        return NotReady(message, **fields)
 
     def _capture(self, constraint: Constraint, kind: LeaseKind, expiry_s: float | None) -> Lease:
         label = self._label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from stitch.errors import CorruptData, NotReady
 from stitch.testing.clock import run_virtual
 from stitch.testing.replica_world import World, served_versions, world
-from stitch.types import Constraint, Kind, Ref, ReplicaState, at_least, exactly
+from stitch.types import Constraint, Kind, Phase, Ref, ReplicaState, at_least, exactly
 
 Scenario = Callable[[World], Awaitable[None]]
 
@@ -48,13 +49,38 @@ def test_an_unscoped_replica_refuses_until_a_run_claims_it(tmp_path: Path) -> No
     async def scenario(made: World) -> None:
         await made.env.clock.sleep(20)
         assert made.replica.report().state is ReplicaState.CATCHING_UP
-        with pytest.raises(NotReady):
+        with pytest.raises(NotReady, match=r"no run is claimed: .* publish a version"):
             await made.request(wait_s=None)
+        assert "no run is claimed" in str(made.replica.health()[1])
         run = await made.claim(boot_version=4)
         await made.settle(Ref("run-a", 4))
         await made.settle(await made.publish(run))
 
     simulate(tmp_path, scenario, run_id=None)
+
+
+def test_a_new_pointer_is_reported_before_anything_is_fetched(tmp_path: Path) -> None:
+    """What `lag(k)` is judged by at the gateway."""
+
+    async def scenario(made: World) -> None:
+        run = await made.claim()
+        await made.settle(await made.publish(run))
+        made.store.latency_s = 0.1
+        seen: list[tuple[Phase, Ref | None]] = []
+
+        async def follow() -> None:
+            async for report in made.replica.reports():
+                if report.latest == Ref("run-a", 2):
+                    seen.append((report.phase, report.served))
+
+        following = asyncio.create_task(follow())
+        await made.settle(await made.publish(run))
+        following.cancel()
+        phase, served = seen[0]
+        assert phase in {Phase.IDLE, Phase.FETCHING}
+        assert served == Ref("run-a", 1)
+
+    simulate(tmp_path, scenario)
 
 
 def test_many_versions_are_one_stage_and_one_activation(tmp_path: Path) -> None:

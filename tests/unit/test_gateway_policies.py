@@ -104,7 +104,30 @@ class TestEligible:
         assert pick(seats, Constraint(max_lag=1), latest=Ref("run-a", 4)) == {"b"}
 
 
+def test_load_alone_is_no_news() -> None:
+    roster = Roster(config=CONFIG, env=Env())
+    one = seat("a")
+    one.avoid_until = 5.0
+    assert one.report is not None
+    before = one.stamp, roster.version
+    roster.take_report(one, dataclasses.replace(one.report, seq=2, running=7, waiting=2))
+    assert one.load == 9
+    assert (one.stamp, one.avoid_until) == (before[0], 5.0), "it ends no back-pressure"
+    assert roster.version == before[1] + 1, "readers of /events see it"
+    roster.take_report(one, dataclasses.replace(one.report, seq=3, latest=Ref("run-a", 2)))
+    assert (one.stamp, one.avoid_until) == (before[0] + 1, 0.0)
+    assert roster.latest == Ref("run-a", 2)
+
+
 class TestRefusal:
+    def test_a_reason_that_all_members_share_is_told(self) -> None:
+        seats = [seat(n, None, state=ReplicaState.CATCHING_UP, reason="no run") for n in "ab"]
+        found = refusal(seats, UNCONSTRAINED, None, in_flight_max=10)
+        assert found.error.message == "none of 2 known replicas is ready (no run); try again"
+        seats[0].report = report(None, state=ReplicaState.BOOTING)
+        found = refusal(seats, UNCONSTRAINED, None, in_flight_max=10)
+        assert found.error.message == "none of 2 known replicas is ready; try again"
+
     @pytest.mark.parametrize(
         ("seats", "constraint", "kind", "coming"),
         [

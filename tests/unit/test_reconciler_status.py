@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stitch.admission import AdmissionGate
-from stitch.env import Env
+from stitch.env import Env, SystemClock
 from stitch.errors import InvalidInput, NotVisibleYet
 from stitch.reconciler.config import ReplicaConfig
 from stitch.reconciler.status import ReplicaStatus, declare_metrics
@@ -38,6 +38,29 @@ def make_status(**config: object) -> ReplicaStatus:
     status.begin_incarnation("life-1")
     status.gate.on_change = status.changed
     return status
+
+
+class HeldClock(SystemClock):
+    """Its timeouts run out when the test says so."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._open: list[asyncio.Timeout] = []
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def timeout(self, seconds: float | None) -> asyncio.Timeout:
+        assert seconds == 1.0
+        self._open.append(asyncio.timeout(None))
+        return self._open[-1]
+
+    def beat(self) -> None:
+        """A second passes."""
+        self._now += 1.0
+        due, self._open = self._open, []
+        for timeout in due:
+            timeout.reschedule(0.0)
 
 
 def serve(status: ReplicaStatus, version: int) -> None:
@@ -92,12 +115,30 @@ def test_health_says_what_it_waits_for() -> None:
     assert status.health() == (True, None)
     status.known = False
     assert status.state is ReplicaState.UNKNOWN
+    assert status.report().served is None, "the gate may have the next label already"
     assert str(status.health()[1]).startswith("recovering")
     status.swapping = True
     assert status.health() == (True, None), "an activation within its bound is not a failure"
     status.terminal = "the engine is gone"
     assert status.health() == (False, "broken: the engine is gone")
     assert status.state is ReplicaState.FAILED
+
+
+def test_a_replica_without_a_run_says_what_to_do() -> None:
+    status = make_status()
+    status.booted = status.known = True
+    status.succeed()
+    ready, reason = status.health()
+    assert not ready
+    assert str(reason).startswith("no run is claimed: ")
+    assert "publish a version, or start the replica with a run id" in str(reason)
+    assert status.report().reason == status.server_info()["reason"] == reason
+    status.latest = Ref("run-a", 1)
+    assert status.health() == (False, "catching up")
+    told = make_status(run_id="run-a")
+    told.booted = told.known = True
+    told.succeed()
+    assert told.health() == (False, "catching up")
 
 
 def test_lag_can_withdraw_readiness() -> None:
@@ -133,6 +174,33 @@ async def test_reports_coalesce_and_start_with_the_present() -> None:
         await asyncio.wait_for(anext(reports), 0.01)
     await reports.aclose()  # type: ignore[attr-defined]
     assert status._listeners == []
+
+
+async def test_load_makes_a_report_by_itself_at_most_once_a_second() -> None:
+    status = make_status()
+    serve(status, 1)
+    clock = HeldClock()
+    status.env = Env(clock=clock)
+    reports = status.reports()
+    first = await anext(reports)
+    lease = status.gate.try_admit(UNCONSTRAINED)
+    assert lease is not None
+    task = asyncio.ensure_future(anext(reports))
+    await asyncio.sleep(0)
+    assert not task.done(), "load alone waits for the next beat"
+    clock.beat()
+    loaded = await task
+    assert (loaded.running, loaded.seq) == (1, first.seq + 1)
+    task = asyncio.ensure_future(anext(reports))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        clock.beat()
+    assert not task.done(), "the same load is no report"
+    status.gate.release(lease)
+    clock.beat()
+    idle = await task
+    assert (idle.running, idle.seq) == (0, first.seq + 2)
+    await reports.aclose()  # type: ignore[attr-defined]
 
 
 def test_metrics_are_prometheus_text() -> None:

@@ -152,13 +152,12 @@ def _member_row(member: dict[str, Any]) -> tuple[str, ...]:
     report = member.get("report") or {}
     served = member.get("served")
     problem = member.get("problem") or report.get("reason") or ""
-    silent = not member.get("reachable", True)
-    if silent and not member.get("problem"):
+    if member.get("state") == "UNREACHABLE" and not member.get("problem"):
         age = member.get("report_age_s")
         problem = "does not answer" + ("" if age is None else f"; last report {age:.0f} s ago")
     return (
         str(member.get("id", "?")),
-        "SILENT" if silent else str(member.get("state") or "?"),
+        str(member.get("state") or "?"),
         str(member.get("phase") or ""),
         str(member.get("gate") or ""),
         "unknown" if served is None else str(served["version"]),

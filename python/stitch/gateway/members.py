@@ -77,7 +77,10 @@ class Seat:
         )
 
     def accept(self, report: ReplicaReport, now: float) -> bool:
-        """Take in a report unless it is older than what is known. True if taken."""
+        """Take in a report unless it is older than what is known. True if it has news.
+
+        Load alone is no news: it ends no back-pressure, and nobody waits for it.
+        """
         known = self.report
         if known is not None and known.incarnation == report.incarnation:
             if report.seq < known.seq:
@@ -88,6 +91,8 @@ class Seat:
             self._retired.append(known.incarnation)
         self.report = report
         self.reported_at = now
+        if known is not None and _load_only(known, report):
+            return False
         self.avoid_until = 0.0
         self.stamp += 1
         return True
@@ -131,9 +136,13 @@ class Roster:
     def take_report(self, seat: Seat, report: ReplicaReport) -> None:
         """A report came in on the member's own stream."""
         before = None if seat.report is None else seat.report.latest
-        if not seat.accept(report, self.clock.monotonic()):
+        news = seat.accept(report, self.clock.monotonic())
+        if seat.report is not report:
             return
         self.succeeded(seat)
+        self.version += 1
+        if not news:
+            return
         if report.latest is not None:
             self._see_latest(report.latest, before)
         self.notify()
@@ -236,6 +245,14 @@ class Roster:
         task = asyncio.get_running_loop().create_task(close(), name="member-close")
         self._leavers.add(task)
         task.add_done_callback(self._leavers.discard)
+
+
+def _load_only(known: ReplicaReport, report: ReplicaReport) -> bool:
+    """Whether a report differs from the one before in `running` and `waiting`, and in no more."""
+    loads = (known.running, known.waiting), (report.running, report.waiting)
+    return loads[0] != loads[1] and known == dataclasses.replace(
+        report, seq=known.seq, running=known.running, waiting=known.waiting
+    )
 
 
 def _wake_one(waiters: deque[asyncio.Future[None]]) -> None:

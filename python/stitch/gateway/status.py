@@ -11,6 +11,8 @@ from stitch.types import Ref
 
 __all__ = ["COUNTERS", "metrics_text", "readiness", "status_body"]
 
+_UNREACHABLE: Final = "UNREACHABLE"
+
 COUNTERS: Final = {
     "stitch_gateway_requests_total": "Requests that were answered by a member.",
     "stitch_gateway_refused_total": "Requests that no member took, by error code.",
@@ -103,7 +105,7 @@ def _member(seat: Seat, latest: Ref | None, now: float) -> dict[str, Any]:
         "problem": seat.problem,
         "in_flight": seat.in_flight,
         "load": seat.load,
-        "state": None if report is None else report.state.value,
+        "state": _state(seat),
         "phase": None if report is None else report.phase.value,
         "gate": None if report is None else report.gate.value,
         "served": None if report is None else _ref(report.served),
@@ -111,6 +113,13 @@ def _member(seat: Seat, latest: Ref | None, now: float) -> dict[str, Any]:
         "report_age_s": None if report is None else round(now - seat.reported_at, 3),
         "report": None if report is None else report.to_wire(),
     }
+
+
+def _state(seat: Seat) -> str | None:
+    """UNREACHABLE while it does not answer, whatever it reported last."""
+    if not seat.reachable:
+        return _UNREACHABLE
+    return None if seat.report is None else seat.report.state.value
 
 
 def _lag(seat: Seat, latest: Ref | None) -> int | None:

@@ -211,7 +211,11 @@ class GatewayInfo(_Closed):
 
 
 class MemberStatus(_Closed):
-    """One member as the gateway sees it."""
+    """One member as the gateway sees it.
+
+    `state` is UNREACHABLE while the member does not answer; `phase`, `gate`, `served`, `lag` and
+    `report` are then of its last report.
+    """
 
     id: str
     url: str
@@ -221,7 +225,10 @@ class MemberStatus(_Closed):
     problem: str | None
     in_flight: Count
     load: Count
-    state: str | None
+    state: (
+        Literal[(*(state.value for state in ReplicaState), "UNREACHABLE")]  # type: ignore[valid-type]
+        | None
+    )
     phase: str | None
     gate: str | None
     served: RefDocument | None

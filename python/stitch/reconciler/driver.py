@@ -295,6 +295,7 @@ class Driver:
             self._seen = latest
         self._status.latest = latest
         self._gate.see_latest(latest, self._superseded_runs)
+        self._gate.why_unserved = self._status.unclaimed
         self._status.changed()
 
     async def _relabel(self, life: Life, target: Ref, seen: Observed) -> bool:

@@ -7,10 +7,11 @@ consumer could see grows `seq`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from stitch.admission import AdmissionGate
 from stitch.env import Env
@@ -22,6 +23,12 @@ from stitch.types import Phase, Ref, ReplicaState
 
 __all__ = ["LastError", "PassRecord", "ReplicaStatus", "declare_metrics"]
 
+# How often a reader of reports hears of load that changed while nothing else did.
+_LOAD_S: Final = 1.0
+_UNCLAIMED: Final = (
+    "no run is claimed: the store has no pointer and this replica was given no run id; "
+    "publish a version, or start the replica with a run id"
+)
 _SYNC_STATE = {
     Phase.IDLE: "IDLE",
     Phase.FETCHING: "FETCHING",
@@ -144,7 +151,19 @@ class ReplicaStatus:
 
     @property
     def served(self) -> Ref | None:
-        return self.gate.served
+        """None while unknown: the gate has the new label while the engine still resumes."""
+        return self.gate.served if self.known else None
+
+    @property
+    def unclaimed(self) -> str | None:
+        """Why there is nothing to serve yet: neither store nor configuration names a run."""
+        named = self.latest or self.config.boot or self.served
+        return _UNCLAIMED if self.known and named is None else None
+
+    @property
+    def why(self) -> str | None:
+        """What stands in the way, for people; None if nothing does."""
+        return self.reason if self.reason is not None else self.unclaimed
 
     @property
     def lag(self) -> int | None:
@@ -198,6 +217,8 @@ class ReplicaStatus:
             return False, f"broken: {self.terminal}"
         if self.draining:
             return False, "draining: this replica is leaving its pool"
+        if self.why is not None and self.why == self.unclaimed:
+            return False, self.why
         if not (self.latched and (self.known or self.swapping)):
             doing = {
                 ReplicaState.BOOTING: "preparing",
@@ -223,7 +244,7 @@ class ReplicaStatus:
             self.lag,
             self.gate.running,
             self.gate.waiting,
-            self.reason,
+            self.why,
             self.gate_closed_s,
             self.swap_s,
             self.recompute_s,
@@ -234,19 +255,26 @@ class ReplicaStatus:
         return ReplicaReport(self.config.replica_id, self.incarnation, self._seq, *content)
 
     async def reports(self) -> AsyncIterator[ReplicaReport]:
-        """The present report, then one after every change; changes in between coalesce."""
+        """The present report, then one after every change; changes in between coalesce.
+
+        Load (`running`, `waiting`) changes with every request, so it makes a report by itself
+        only every `_LOAD_S`; while it stays the same there is none.
+        """
         event = asyncio.Event()
         self._listeners.append(event)
         try:
-            last: tuple[str, int] | None = None
+            last: ReplicaReport | None = None
+            beat = 0.0
             while True:
                 event.clear()
-                report = self.report()
-                if (report.incarnation, report.seq) != last:
-                    last = (report.incarnation, report.seq)
+                report, now = self.report(), self.env.clock.monotonic()
+                if report != last and (last is None or now >= beat or not _same(report, last)):
+                    last, beat = report, now + _LOAD_S
                     yield report
-                else:
-                    await event.wait()
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with self.env.clock.timeout(beat - now if beat > now else _LOAD_S):
+                        await event.wait()
         finally:
             self._listeners.remove(event)
 
@@ -258,7 +286,7 @@ class ReplicaStatus:
             "ready": ready,
             "applied": None if served is None else str(served),
             "sync_state": self._sync_state(),
-            "reason": why if why is not None else self.reason,
+            "reason": why if why is not None else self.why,
             "run_id": self._run_id(),
             "commit_mode": self.config.mode.value,
             "active_requests": self.gate.running,
@@ -318,6 +346,13 @@ class ReplicaStatus:
         if self.served is not None:
             return self.served.run_id
         return self.latest.run_id if self.latest is not None else self.config.run_id
+
+
+def _same(report: ReplicaReport, last: ReplicaReport) -> bool:
+    """Whether they differ in load alone."""
+    return last == dataclasses.replace(
+        report, seq=last.seq, running=last.running, waiting=last.waiting
+    )
 
 
 def _wire(ref: Ref) -> dict[str, Any]:

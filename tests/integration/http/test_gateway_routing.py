@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from stitch.admission import GateConfig
+from stitch.commands.status import _member_row
 from stitch.env import Env
 from stitch.errors import EngineUnavailable, Unavailable, Unsupported
 from stitch.gateway import GatewayConfig, GatewayServer, serve_gateway
@@ -280,6 +281,12 @@ class TestRetries:
             status, headers, _ = await rig.post()
             assert (status, headers["x-stitch-replica"]) == (200, "replica-1")
         await eventually(lambda: not rig.gateway.roster.seats["m0"].reachable)
+        dead = rig.gateway.status()["members"][0]
+        assert (dead["state"], dead["ready"], dead["reachable"]) == ("UNREACHABLE", False, False)
+        assert dead["report"]["state"] == "READY", "what it said last is kept apart"
+        row = _member_row(dead)
+        assert row[1] == "UNREACHABLE"
+        assert row[-1].startswith("does not answer; last report")
 
     @pytest.mark.parametrize("kind", ["die_before", "die_in_body", "die_in_head"])
     async def test_an_engine_that_breaks_off_goes_elsewhere(self, rig, kind) -> None:

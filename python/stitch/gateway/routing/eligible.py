@@ -54,9 +54,13 @@ def refusal(
     ready = [seat for seat in seats if seat.ready]
     if not ready:
         joining = any(seat.joining for seat in seats)
+        whys = {None if seat.report is None else seat.report.reason for seat in seats}
+        shared = whys.pop() if len(whys) == 1 else None
+        why = f" ({shared})" if shared else ""
         return Refusal(
             Unavailable(
-                f"none of {len(seats)} known replicas is ready; try again", replicas=len(seats)
+                f"none of {len(seats)} known replicas is ready{why}; try again",
+                replicas=len(seats),
             ),
             coming=joining,
         )
