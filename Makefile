@@ -29,7 +29,8 @@ format: setup ## let ruff and clang-format rewrite the code
 	@.venv/bin/ruff check -q --fix . ; .venv/bin/ruff format -q .
 	@./.ci/lint format
 
-bench: setup ## ratios against named baselines; writes build/bench.json (DOCS=1: and docs/benchmarks.md)
+bench: ## ratios against named baselines; writes build/bench.json (DOCS=1: and docs/benchmarks.md)
+	@./.ci/setup wrk
 	@mkdir -p build
 	@$(PY) -m pytest -q bench -p no:cacheprovider --timeout=0 --benchmark-only --benchmark-json=build/bench.json $(PYTEST_ARGS)
 	@$(PY) bench/report.py $(if $(DOCS),docs/benchmarks.md,build/bench.md)
