@@ -267,8 +267,20 @@ def test_too_few_ready_says_how_many_and_why(tmp_path: Path, clean: None) -> Non
         (["--model", "{model}", "--port", "99999"], "port 99999"),
         (["--model", "{model}", "--replica-id", "a\r\nX: b"], "replica id"),
         (["--model", "{model}", "--store", "ftp://x"], "store"),
+        (["--model", "{model}", "--store", "{tmp}/file"], "a file is in the way"),
+        (["--model", "{model}", "--store", "/proc/store"], "the store at /proc/store"),
     ],
-    ids=["no model", "no checkpoint", "work dir", "port", "no port", "replica id", "store"],
+    ids=[
+        "no model",
+        "no checkpoint",
+        "work dir",
+        "port",
+        "no port",
+        "replica id",
+        "store scheme",
+        "store is a file",
+        "store is not writable",
+    ],
 )
 def test_a_replica_that_cannot_start_says_why_in_a_line(
     model: Path, tmp_path: Path, arguments: list[str], words: str

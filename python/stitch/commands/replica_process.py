@@ -178,6 +178,7 @@ class ReplicaProcess:
     async def _start(self, work_dir: Path) -> tuple[Replica, SidecarServer, EmbeddedEngine]:
         options, env = self._options, self._env
         store = open_store(options.store)
+        await _check_store(store, env)
         boot = await self._boot(store, work_dir)
         threads = str(options.engine_threads)
         arguments = ["--labelled-only", "--threads", threads, *options.engine_argument]
@@ -302,3 +303,13 @@ def _work_directory(given: Path | None) -> Iterator[Path]:
         yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+async def _check_store(store: Store, env: Env) -> None:
+    """Write and drop one lease: a replica that cannot hold leases should not start.
+
+    Raises: Unavailable saying what is wrong with the store.
+    """
+    name = f"probe-{env.random.nonce()}"
+    await store.write_lease(name, b"{}")
+    await store.drop_lease(name)
