@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import blake3
-from publication_damages import (
+from publication_damage_builders import (
     Damage,
     Mutate,
     entry,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from publication_damages import EMBED, FULL, OVERWRITE, XOR
+from publication_damage_builders import EMBED, FULL, OVERWRITE, XOR
 from publication_forge import (
     INDEX,
     File,

@@ -436,8 +436,8 @@ import contextlib, io, resource, shutil, sys
 sys.path.append({support!r})
 import zstandard
 from pathlib import Path
-from publication_forge import edit_file, lying_frame, frame, unframe
-from publication_damages import SCALE, XOR, OVERWRITE, MODE, _as_overwrite, EMBED, overwrite, blob
+from publication_forge import edit_file, lying_frame, frame, overwrite, unframe
+from publication_damage_builders import SCALE, XOR, OVERWRITE, MODE, as_overwrite, EMBED, blob
 from stitch.cli import main
 
 def zeros(size, known):
@@ -456,7 +456,7 @@ cases = [
     (XOR, blob(SCALE, lambda b: lying_frame(unframe(b), 0))),
     (OVERWRITE, blob(MODE, lambda b: unknown)),
     (OVERWRITE, blob(EMBED, lambda b: unknown)),
-    (OVERWRITE, _as_overwrite(EMBED, lambda p, v: overwrite(p, v, count=2**32 - 1))),
+    (OVERWRITE, as_overwrite(EMBED, lambda p, v: overwrite(p, v, count=2**32 - 1))),
 ]
 def go(stream, version, at):
     options = ["--base", str(slime / "base"), "--updates", str(at), "--out", str(root / "out")]
