@@ -10,14 +10,14 @@ import blake3
 from pydantic import ValidationError
 
 from stitch.checksum import Checksum, lane_bytes_for
-from stitch.errors import CorruptData, NotVisibleYet, Unsupported
+from stitch.errors import CorruptData, NotVisibleYet
 from stitch.format.dtypes import bits_of
 from stitch.format.index import ParsedIndex
 from stitch.format.mapping import MappedFile, read_small_file, resolves_inside
 from stitch.format.records import first_fault
 from stitch.format.shards import Shard
 from stitch.format.strict_json import parse_object
-from stitch.format.wire import FORMAT_MAJOR, Manifest, reject_unknown_major
+from stitch.format.wire import Manifest, refuse_other_major
 from stitch.types import Kind
 
 if TYPE_CHECKING:
@@ -34,11 +34,7 @@ _HASH_CHUNK: Final = 16 * 2**20
 def parse_manifest(data: Buffer, *, where: str) -> Manifest:
     """Decode a manifest. Raises: Unsupported for another major; CorruptData."""
     raw = parse_object(data, where=where, size_max=MANIFEST_SIZE_MAX)
-    major = reject_unknown_major(raw)
-    if major is not None and major != FORMAT_MAJOR:
-        raise Unsupported(
-            f"{where} has format {major}; this Stitch reads format {FORMAT_MAJOR}", file=where
-        )
+    refuse_other_major(raw, where=where)
     try:
         return Manifest.model_validate(raw)
     except ValidationError as error:

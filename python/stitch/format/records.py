@@ -9,7 +9,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from stitch.errors import CorruptData, Unsupported
+from stitch.errors import CorruptData
 from stitch.format.strict_json import parse_object
 from stitch.format.wire import (
     FORMAT_MAJOR,
@@ -17,7 +17,7 @@ from stitch.format.wire import (
     ForkPoint,
     FormatVersion,
     RunRecord,
-    reject_unknown_major,
+    refuse_other_major,
     to_json_bytes,
 )
 from stitch.types import Ref, version_name
@@ -98,11 +98,7 @@ def parse_run_record(data: bytes, run_id: str) -> RunRecord:
     """
     where = run_record_key(run_id)
     raw = parse_object(data, where=where, size_max=RUN_RECORD_SIZE_MAX)
-    major = reject_unknown_major(raw)
-    if major is not None and major != FORMAT_MAJOR:
-        raise Unsupported(
-            f"{where} has format {major}; this Stitch reads format {FORMAT_MAJOR}", file=where
-        )
+    refuse_other_major(raw, where=where)
     try:
         record = RunRecord.model_validate(raw)
     except ValidationError as error:

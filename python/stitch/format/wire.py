@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from stitch.errors import Unsupported
 from stitch.types import VERSION_MAX, Ref
 
 __all__ = [
@@ -137,10 +138,17 @@ def to_json_bytes(document: BaseModel) -> bytes:
     return document.model_dump_json().encode("utf-8")
 
 
-def reject_unknown_major(raw: Any) -> int | None:
-    """The format major found in decoded JSON, or None if there is none."""
+def refuse_other_major(raw: Any, *, where: str) -> None:
+    """Refuse a decoded document of another format major. One without a readable major passes:
+    the model that parses it says what is wrong.
+
+    Raises: Unsupported naming `where`.
+    """
     try:
         major = raw["format"]["major"]
     except (KeyError, TypeError):
-        return None
-    return major if isinstance(major, int) and not isinstance(major, bool) else None
+        return
+    if isinstance(major, int) and not isinstance(major, bool) and major != FORMAT_MAJOR:
+        raise Unsupported(
+            f"{where} has format {major}; this Stitch reads format {FORMAT_MAJOR}", file=where
+        )
