@@ -111,6 +111,10 @@ class Ref:
     def __str__(self) -> str:
         return f"{self.run_id}/{version_name(self.version)}"
 
+    def to_wire(self) -> dict[str, str | int]:
+        """The ref as every JSON document of ours spells it."""
+        return {"run_id": self.run_id, "version": self.version}
+
 
 def version_name(version: int) -> str:
     """`weight_v` and the number, zero-padded to at least six digits. Never sort these by name."""
@@ -257,6 +261,10 @@ class Label:
     ref: Ref
     epoch: int
 
+    def to_wire(self) -> dict[str, str | int]:
+        """The label as ranks receive and report it."""
+        return {**self.ref.to_wire(), "epoch": self.epoch}
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -270,8 +278,7 @@ class Span:
     def to_wire(self) -> dict[str, str | int]:
         """The span as the HTTP contract spells it."""
         return {
-            "run_id": self.ref.run_id,
-            "version": self.ref.version,
+            **self.ref.to_wire(),
             "start": self.start,
             "end": self.end,
             "prefix": self.prefix.value,

@@ -76,9 +76,7 @@ async def _look_at_store(url: str, env: Env) -> dict[str, Any]:
     return {
         "url": seen.url,
         "pointer": seen.pointer_text,
-        "latest": None
-        if pointer is None
-        else {"run_id": pointer.run_id, "version": pointer.version},
+        "latest": None if pointer is None else pointer.to_wire(),
         "runs": [
             {
                 "run_id": item.run_id,

@@ -133,8 +133,9 @@ class RankOrder:
         undo     copy `undo_tensors` back. Allowed after commit, also after a failed one.
         discard  forget the stage; live weights stay as they are.
         label    set the label stamped on tokens (`run_id`, `version`, `epoch`), or unknown.
-        state    report {"attempt", "step", "label"} and change nothing. `step` is the last step
-                 taken in this attempt: none, staged, committed, failed, undone or discarded.
+        state    report {"attempt", "step", "label"} and change nothing. `label` is
+                 `Label.to_wire`'s form or None; `step` is the last step taken in this attempt:
+                 none, staged, committed, failed, undone or discarded.
     """
 
     incarnation: str

@@ -130,7 +130,7 @@ def _lag(seat: Seat, latest: Ref | None) -> int | None:
 
 
 def _ref(ref: Ref | None) -> dict[str, Any] | None:
-    return None if ref is None else {"run_id": ref.run_id, "version": ref.version}
+    return None if ref is None else ref.to_wire()
 
 
 def _escape(text: str) -> str:

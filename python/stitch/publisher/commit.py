@@ -113,7 +113,7 @@ def make_facts(
         if tensor.changed
     }
     facts = {
-        "ref": {"run_id": ref.run_id, "version": ref.version},
+        "ref": ref.to_wire(),
         "kind": plan.kind.value,
         "ranks": len(offers),
         "seconds": {name: round(value, 6) for name, value in seconds.items()},

@@ -51,8 +51,8 @@ class ReplicaReport:
             "state": self.state.value,
             "phase": self.phase.value,
             "gate": self.gate.value,
-            "served": None if self.served is None else _wire(self.served),
-            "latest": None if self.latest is None else _wire(self.latest),
+            "served": None if self.served is None else self.served.to_wire(),
+            "latest": None if self.latest is None else self.latest.to_wire(),
             "lag": self.lag,
             "running": self.running,
             "waiting": self.waiting,
@@ -61,10 +61,6 @@ class ReplicaReport:
             "swap_s": self.swap_s,
             "recompute_s": self.recompute_s,
         }
-
-
-def _wire(ref: Ref) -> dict[str, Any]:
-    return {"run_id": ref.run_id, "version": ref.version}
 
 
 class ReplicaView(Protocol):

@@ -78,16 +78,7 @@ class EngineControl:
 
         Raises: EngineUnavailable if one does not.
         """
-        wanted = [
-            None
-            if label is None
-            else {
-                "run_id": label.ref.run_id,
-                "version": label.ref.version,
-                "epoch": label.epoch,
-            }
-            for label in labels
-        ]
+        wanted = [None if label is None else label.to_wire() for label in labels]
         order = RankOrder(self._incarnation, attempt, "state")
         for reply in await self._replies(order):
             if reply.data.get("label") not in wanted:

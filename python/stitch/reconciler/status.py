@@ -299,8 +299,8 @@ class ReplicaStatus:
             "state": self.state.value,
             "phase": self.phase.value,
             "gate": self.gate.state.value,
-            "served": None if served is None else _wire(served),
-            "latest": None if self.latest is None else _wire(self.latest),
+            "served": None if served is None else served.to_wire(),
+            "latest": None if self.latest is None else self.latest.to_wire(),
             "lag": self.lag,
             "base": self.base,
             "destination": self.destination,
@@ -353,7 +353,3 @@ def _same(report: ReplicaReport, last: ReplicaReport) -> bool:
     return last == dataclasses.replace(
         report, seq=last.seq, running=last.running, waiting=last.waiting
     )
-
-
-def _wire(ref: Ref) -> dict[str, Any]:
-    return {"run_id": ref.run_id, "version": ref.version}

@@ -71,7 +71,7 @@ class SimulatedRank:
             return self._ok(
                 attempt=self.attempt,
                 step="failed" if self.failed else self.step,
-                label=_label_to_wire(self.label),
+                label=None if self.label is None else self.label.to_wire(),
             )
         return self._reply("unknown_order", f"no order {order.op!r}")
 
@@ -202,9 +202,3 @@ def _read(part: TensorSlice) -> bytes:
         return bytes(mapped.view(part.offset, part.nbytes))
     finally:
         mapped.close()
-
-
-def _label_to_wire(label: Label | None) -> dict[str, object] | None:
-    if label is None:
-        return None
-    return {"run_id": label.ref.run_id, "version": label.ref.version, "epoch": label.epoch}

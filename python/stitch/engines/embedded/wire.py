@@ -31,9 +31,7 @@ _SLICE_FIELDS: Final = {
 
 def label_to_wire(label: Label | None) -> dict[str, Any] | None:
     """A label as JSON; None stays None (unknown)."""
-    if label is None:
-        return None
-    return {"run_id": label.ref.run_id, "version": label.ref.version, "epoch": label.epoch}
+    return None if label is None else label.to_wire()
 
 
 def label_from_wire(raw: Any) -> Label | None:
